@@ -1,0 +1,35 @@
+"""Settings of every test: CPU, eight simulated devices, no network, and what runs only when asked for."""
+
+import os
+import sys
+from pathlib import Path
+
+if "--accelerator" not in sys.argv:
+  os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest  # noqa: E402  (JAX reads the environment once)
+
+ON_REQUEST = ("slow", "peer", "accelerator")
+FIXTURES = Path(__file__).parents[2] / "shared" / "fixtures"
+
+
+def pytest_addoption(parser):
+  for name in ON_REQUEST:
+    parser.addoption(f"--{name}", action="store_true", help=f"also run the tests marked '{name}'")
+
+
+def pytest_collection_modifyitems(config, items):
+  for item in items:
+    for name in ON_REQUEST:
+      if item.get_closest_marker(name) and not config.getoption(f"--{name}"):
+        item.add_marker(pytest.mark.skip(reason=f"marked '{name}'; runs with --{name}"))
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+  """Folder of the operator arrays and the oracle checkpoint that stand beside this repository."""
+  if not FIXTURES.is_dir():
+    pytest.skip(f"{FIXTURES} is absent")
+  return FIXTURES
