@@ -1,0 +1,137 @@
+"""Latent mixture of experts: route on the hidden state, compute in a narrow latent. Source: spec 2.7.
+
+Kimi-Linear is the same block without a latent: its experts read the hidden state itself.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from MaxText.common import params
+from MaxText.configs.schema import Config
+from MaxText.kernels.grouped_matmul import grouped_mlp
+from MaxText.kernels.mxfp4 import MxFp4
+from MaxText.layers.cache import Row
+from MaxText.layers.mlp import Mlp
+from MaxText.layers.normalization import RMSNorm
+from MaxText.layers.projection import Projection
+from MaxText.layers.router import Router
+from MaxText.layers.situ import gated_activation
+
+
+class LatentMoe(nnx.Module):
+  """Router, routed experts in the latent, and shared experts on the hidden state."""
+
+  def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+    D, L = cfg.base_emb_dim, cfg.expert_input_dim
+    self.cfg = cfg
+    self.gate = Router(cfg, rngs=rngs)
+    self.experts = Experts(cfg, rngs=rngs)
+    if cfg.routed_expert_hidden_size is not None:
+      self.routed_expert_down_proj = Projection(cfg, D, L, ("latent", "embed"), rngs=rngs)
+      self.routed_expert_up_proj = Projection(cfg, L, D, ("embed", "latent"), rngs=rngs)
+    if cfg.latent_moe_use_norm:
+      self.routed_expert_norm = RMSNorm(
+        L, cfg.normalization_layer_epsilon, cfg.parameter_dtype, rngs=rngs, axis="latent"
+      )
+    if cfg.shared_experts:
+      self.shared_experts = Mlp(cfg, cfg.shared_experts * cfg.base_moe_mlp_dim, rngs=rngs)
+
+  def __call__(
+    self, x: Float[Array, "B T D"], segment_ids: Int[Array, "B T"] | None = None, *, row: Row = None
+  ) -> Float[Array, "B T D"]:
+    """Runs the block on x [B, T, D]; padding (segment 0) is sent to no expert and counted by none.
+
+    Args:
+      x: [B, T, D] normalised activations.
+      segment_ids: [B, T], 0 = padding; None when every token is valid.
+      row: which layer of stacked expert weights.
+
+    Returns:
+      [B, T, D] in x.dtype.
+    """
+    tokens = x.reshape(-1, x.shape[-1])
+    ids, weights = self.gate(tokens)
+    latent = self.cfg.routed_expert_hidden_size is not None
+    z = self.routed_expert_down_proj(tokens) if latent else tokens
+    valid = None if segment_ids is None else (segment_ids != 0).reshape(-1)
+    y = self.experts(z, ids, weights, valid, row=row).astype(x.dtype)
+    if self.cfg.latent_moe_use_norm:
+      # after the whole sum over experts: under expert parallelism the partial sums are reduced first
+      y = self.routed_expert_norm(y)
+    if latent:
+      y = self.routed_expert_up_proj(y)
+    y = y.reshape(x.shape)
+    return y + self.shared_experts(x) if self.cfg.shared_experts else y
+
+
+class Experts(nnx.Module):
+  """The routed experts of one layer (or, stacked, of all its cycles), plain or as resident MXFP4 bytes."""
+
+  def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+    E, L, F = cfg.num_experts, cfg.expert_input_dim, cfg.base_moe_mlp_dim
+    self.cfg = cfg
+    narrow = (E, F, L), ("expert", "expert_mlp", "latent")
+    wide = (E, L, F), ("expert", "latent", "expert_mlp")
+    for name, (shape, axes) in {"w1": narrow, "w3": narrow, "w2": wide}.items():
+      if cfg.packs_experts:
+        codes = jax.random.bits(rngs.params(), (*shape[:-1], shape[-1] // 2), jnp.uint8)
+        scale = jnp.full((*shape[:-1], shape[-1] // 32), _scale_byte(cfg.initializer_range), jnp.uint8)
+        setattr(self, f"{name}_packed", params.Frozen(codes, axes=axes))
+        setattr(self, f"{name}_scale", params.Frozen(scale, axes=axes))
+      else:
+        draw = params.normal(cfg.initializer_range)
+        setattr(self, name, params.param(rngs, shape, axes, cfg.parameter_dtype, draw))
+
+  def __call__(
+    self,
+    z: Float[Array, "M L"],
+    ids: Int[Array, "M A"],
+    weights: Float[Array, "M A"],
+    valid: Bool[Array, "M"] | None,
+    *,
+    row: Row = None,
+  ) -> Float[Array, "M L"]:
+    """Sums the chosen experts' outputs, products and sum in float32.
+
+    Args:
+      z: [M, L] what the experts read.
+      ids: [M, A] chosen experts.
+      weights: [M, A] float32 combine weights.
+      valid: [M], false for padding; None when every token is valid.
+      row: which layer of a stack.
+
+    Returns:
+      [M, L] float32.
+    """
+    M, A = ids.shape
+    E = self.cfg.num_experts
+    picks = ids.reshape(-1) if valid is None else jnp.where(valid[:, None], ids, E).reshape(-1)
+    order = jnp.argsort(picks, stable=True)
+    group_sizes = jnp.sum(picks[:, None] == jnp.arange(E), axis=0, dtype=jnp.int32)
+    sorted_out = grouped_mlp(
+      z[order // A],
+      self.weight("w1"),
+      self.weight("w3"),
+      self.weight("w2"),
+      group_sizes,
+      gated_activation(self.cfg),
+      layer=row,
+      impl=self.cfg.moe_impl,
+    )
+    out = sorted_out[jnp.argsort(order)].reshape(M, A, -1).astype(jnp.float32)
+    return jnp.sum(weights[..., None] * out, axis=1)
+
+  def weight(self, name: str) -> Float[Array, "*C E N K"] | MxFp4:
+    """One of the three stacks of expert matrices, in the published orientation [.., E, out, in]."""
+    if self.cfg.packs_experts:
+      return MxFp4(getattr(self, f"{name}_packed")[...], getattr(self, f"{name}_scale")[...])
+    return getattr(self, name)[...]
+
+
+def _scale_byte(stddev: float) -> int:
+  """E8M0 byte under which uniformly drawn codes (root mean square 2.9) come close to `stddev`."""
+  return 127 + round(math.log2(stddev / 2.9))

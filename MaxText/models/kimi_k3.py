@@ -1,0 +1,222 @@
+"""The Kimi decoder: blocks, residual stream, scan over cycles. One class serves Kimi K3 and Kimi-Linear.
+
+Source: spec 2.3 (layer order and residuals), 2.8 (head). What separates the two families is configuration.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from MaxText.common import params
+from MaxText.configs.schema import Config
+from MaxText.layers.attention_kda import KimiDeltaAttention
+from MaxText.layers.attention_mla import GatedLatentAttention
+from MaxText.layers.attn_res import AttnRes, ResidualStream
+from MaxText.layers.cache import DecoderCache, KdaCache, LayerCache, MlaCache, Row
+from MaxText.layers.embedding import Embedding
+from MaxText.layers.latent_moe import LatentMoe
+from MaxText.layers.mlp import Mlp
+from MaxText.layers.normalization import RMSNorm
+from MaxText.layers.projection import Projection, project
+from MaxText.models.layer_plan import LayerPlan, layer_plan
+
+# Expert stacks are closed over by the scan and indexed by row: handed over as `xs`, every compiler would copy a slice.
+_EXPERTS = nnx.PathContains("experts")
+
+
+class DecoderLayer(nnx.Module):
+  """Attention and feed-forward, each reading a view of the residual stream and adding to it."""
+
+  def __init__(self, cfg: Config, layer: int, *, rngs: nnx.Rngs):
+    """Builds 0-based `layer`; its attention and feed-forward kinds come from the configuration."""
+    self.cfg = cfg
+    norm = lambda: RMSNorm(cfg.base_emb_dim, cfg.normalization_layer_epsilon, cfg.parameter_dtype, rngs=rngs)
+    self.input_layernorm, self.post_attention_layernorm = norm(), norm()
+    if cfg.attn_res_block_size is not None:
+      self.self_attention_res, self.mlp_res = AttnRes(cfg, rngs=rngs), AttnRes(cfg, rngs=rngs)
+    linear = cfg.layer_kind(layer) == "kda"
+    self.self_attn = KimiDeltaAttention(cfg, rngs=rngs) if linear else GatedLatentAttention(cfg, rngs=rngs)
+    if cfg.mlp_kind(layer) == "dense":
+      self.mlp = Mlp(cfg, cfg.base_mlp_dim, rngs=rngs)
+    else:
+      self.block_sparse_moe = LatentMoe(cfg, rngs=rngs)
+
+  def __call__(
+    self,
+    stream: ResidualStream,
+    cache: LayerCache | None,
+    segment_ids: Int[Array, "B T"] | None,
+    *,
+    layer: int | Int[Array, ""],
+    row: Row = None,
+  ) -> tuple[ResidualStream, LayerCache | None]:
+    """Runs one layer.
+
+    Args:
+      stream: what the layers before left.
+      cache: this layer's memory (a stacked pool with `row`), or None in training.
+      segment_ids: [B, T], 0 = padding; None when every token is valid.
+      layer: 0-based depth, traced inside a scan.
+      row: which layer of stacked weights and pools.
+
+    Returns:
+      The stream after both additions, and the memory after the last valid token.
+    """
+    plain = self.cfg.attn_res_block_size is None
+    h = stream.prefix if plain else self.self_attention_res(stream)
+    stream = stream.close_block(layer, self.cfg.attn_res_block_size)
+    out, cache = self.self_attn(self.input_layernorm(h), cache, segment_ids, row=row)
+    stream = stream.add(out)
+    h = self.post_attention_layernorm(stream.prefix if plain else self.mlp_res(stream))
+    out = self.mlp(h) if hasattr(self, "mlp") else self.block_sparse_moe(h, segment_ids, row=row)
+    return stream.add(out), cache
+
+
+class KimiDecoder(nnx.Module):
+  """Embedding, the stack of layers, output mixture, norm and head."""
+
+  def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+    self.cfg = cfg
+    self.plan = layer_plan(cfg, scans(cfg))
+    build = lambda index: DecoderLayer(cfg, index, rngs=rngs)
+    self.embed_tokens = Embedding(cfg, rngs=rngs)
+    self.layers = nnx.List([build(i) for i in range(self.plan.start)])
+    if self.plan.repeats:
+      first = range(self.plan.start, self.plan.start + self.plan.period)
+      self.cycles = nnx.List([_stacked_layer(cfg, i, self.plan.repeats, rngs) for i in first])
+      self.epilogue = nnx.List([build(i) for i in range(self.plan.scanned_end, len(self.plan.kinds))])
+    if cfg.attn_res_block_size is not None:
+      self.output_attn_res = AttnRes(cfg, rngs=rngs)
+    self.norm = RMSNorm(cfg.base_emb_dim, cfg.normalization_layer_epsilon, cfg.parameter_dtype, rngs=rngs)
+    if not cfg.logits_via_embedding:
+      self.lm_head = Projection(cfg, cfg.base_emb_dim, cfg.vocab_size, ("vocab", "embed"), rngs=rngs)
+
+  def __call__(
+    self,
+    ids: Int[Array, "B T"],
+    cache: DecoderCache | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+  ) -> tuple[Float[Array, "B T vocab"], DecoderCache | None]:
+    """Maps token ids [B, T] to next-token logits [B, T, vocab] float32; arguments as in `hidden`."""
+    h, cache = self.hidden(ids, cache, segment_ids)
+    return self.logits(h), cache
+
+  def hidden(
+    self,
+    ids: Int[Array, "B T"],
+    cache: DecoderCache | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+  ) -> tuple[Float[Array, "B T D"], DecoderCache | None]:
+    """Runs everything but the head: the same call trains, prefills and decodes.
+
+    Args:
+      ids: [B, T] token ids; T is static, and T == 1 takes the single-step kernels.
+      cache: memory of the tokens before, from `init_cache` or an earlier call; None in training.
+      segment_ids: [B, T] document of each token, 0 = padding; None when every token is valid. A cache continues the
+        first document of its row; the cache that comes back belongs to the last one.
+
+    Returns:
+      [B, T, D] normalised hidden states in the activation dtype, and the cache after the last valid token.
+    """
+    x = self.embed_tokens(ids)
+    if segment_ids is not None:
+      x = jnp.where((segment_ids != 0)[..., None], x, jnp.zeros_like(x))
+    stream = ResidualStream.start(self.cfg, x)
+    stream, head = self._run(self.layers, stream, cache and cache.layers, segment_ids, 0)
+    cycles, tail = (), ()
+    if self.plan.repeats:
+      stream, cycles = self._scan_cycles(stream, cache and cache.cycles, segment_ids)
+      stream, tail = self._run(
+        self.epilogue, stream, cache and cache.epilogue, segment_ids, self.plan.scanned_end
+      )
+    h = stream.prefix if self.cfg.attn_res_block_size is None else self.output_attn_res(stream)
+    return self.norm(h), None if cache is None else DecoderCache(head, cycles, tail)
+
+  def logits(self, h: Float[Array, "*B D"]) -> Float[Array, "*B vocab"]:
+    """Projects hidden states [..., D] to logits [..., vocab] float32; no scale, no cap (spec 2.8)."""
+    if self.cfg.logits_via_embedding:
+      return project(h, self.embed_tokens.embedding[...]).astype(jnp.float32)
+    return self.lm_head(h).astype(jnp.float32)
+
+  def init_cache(self, batch: int, capacity: int) -> DecoderCache:
+    """Returns an empty cache for `batch` rows of up to `capacity` tokens each."""
+    return init_cache(self.cfg, self.plan, batch, capacity)
+
+  def _run(self, layers, stream, caches, segment_ids, start):
+    """Unrolled layers from depth `start` on."""
+    new = []
+    for i, layer in enumerate(layers):
+      stream, cache = layer(stream, caches and caches[i], segment_ids, layer=start + i)
+      new.append(cache)
+    return stream, tuple(new)
+
+  def _scan_cycles(self, stream, caches, segment_ids):
+    """Scans the cycles; the body gets the cycle number, slices of the small weights, and whole expert stacks.
+
+    In training every weight is scanned: the gradient of a stack that is closed over has the stack's size each cycle.
+    """
+    start, period = self.plan.start, self.plan.period
+    closed_over = nnx.Nothing() if caches is None else _EXPERTS
+    graphs, experts, small = zip(*(nnx.split(layer, closed_over, ...) for layer in self.cycles))
+    # a traced count from here on; the buffer already has room for every block
+    stream = dataclasses.replace(stream, closed=jnp.int32(stream.closed))
+
+    def cycle(carry, xs):
+      stream, caches = carry
+      row, weights = xs
+      new = []
+      for position in range(period):
+        layer = nnx.merge(graphs[position], experts[position], weights[position])
+        cache = caches and caches[position]
+        depth = start + row * period + position
+        stack_row = None if caches is None else row
+        stream, cache = layer(stream, cache, segment_ids, layer=depth, row=stack_row)
+        new.append(cache)
+      return (stream, caches and tuple(new)), None
+
+    (stream, caches), _ = jax.lax.scan(cycle, (stream, caches), (jnp.arange(self.plan.repeats), small))
+    if self.cfg.attn_res_block_size is not None:
+      closed = -(-self.plan.scanned_end // self.cfg.attn_res_block_size)
+      stream = dataclasses.replace(stream, closed=closed)
+    return stream, caches
+
+
+def scans(cfg: Config) -> bool:
+  """Whether the depth is scanned; `auto` unrolls on CPU, where a scan copies every slice of the stacked weights."""
+  return jax.default_backend() != "cpu" if cfg.scan_layers == "auto" else cfg.scan_layers
+
+
+def init_cache(cfg: Config, plan: LayerPlan, batch: int, capacity: int) -> DecoderCache:
+  """Returns an empty cache in the shape of `plan`: KDA state in float32, the rest in the activation dtype."""
+  H, K, W = cfg.kda_num_heads, cfg.kda_head_dim, cfg.short_conv_kernel_size
+
+  def empty(layer: int, stack: tuple[int, ...]) -> LayerCache:
+    if plan.kinds[layer][0] == "mla":
+      latent = jnp.zeros((*stack, batch, capacity, cfg.latent_width), cfg.dtype)
+      return MlaCache(latent, jnp.zeros((*stack, batch), jnp.int32))
+    conv = jnp.zeros((*stack, batch, W - 1, 3, H * K), cfg.dtype)
+    return KdaCache(conv, jnp.zeros((*stack, batch, H, K, K), jnp.float32))
+
+  depth = len(plan.kinds)
+  cycle = range(plan.start, plan.start + plan.period) if plan.repeats else ()
+  return DecoderCache(
+    layers=tuple(empty(i, ()) for i in range(plan.start)),
+    cycles=tuple(empty(i, (plan.repeats,)) for i in cycle),
+    epilogue=tuple(empty(i, ()) for i in range(plan.scanned_end, depth)),
+  )
+
+
+def _stacked_layer(cfg: Config, layer: int, repeats: int, rngs: nnx.Rngs) -> DecoderLayer:
+  """Draws `repeats` layers of one kind with a leading stack axis on every leaf."""
+  graph, one = nnx.split(nnx.eval_shape(lambda: DecoderLayer(cfg, layer, rngs=nnx.Rngs(0))))
+  keys = jax.random.split(rngs.params(), repeats)
+  state = jax.vmap(lambda key: nnx.state(DecoderLayer(cfg, layer, rngs=nnx.Rngs(key))))(keys)
+  del one
+  stacked = nnx.merge(graph, state)
+  for _, variable in nnx.iter_graph(stacked):
+    if isinstance(variable, nnx.Param | params.Frozen):
+      variable.set_metadata(axes=("layers", *variable.get_metadata("axes")))
+  return stacked

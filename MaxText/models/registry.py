@@ -1,0 +1,33 @@
+"""Model type -> decoder, concrete or abstract."""
+
+import jax
+from flax import nnx
+
+from MaxText.common.errors import ConfigError
+from MaxText.configs.schema import Config
+from MaxText.models.kimi_k3 import KimiDecoder, scans
+from MaxText.models.layer_plan import LayerPlan
+from MaxText.models.layer_plan import layer_plan as _layer_plan
+
+DECODERS = {"kimi_k3": KimiDecoder, "kimi_linear": KimiDecoder}
+
+
+def build(cfg: Config, rngs: nnx.Rngs) -> KimiDecoder:
+  """Returns a decoder with freshly drawn weights."""
+  return _decoder(cfg)(cfg, rngs=rngs)
+
+
+def abstract(cfg: Config) -> KimiDecoder:
+  """Returns a decoder whose leaves are `jax.ShapeDtypeStruct`: shapes of any size, nothing allocated."""
+  return nnx.eval_shape(lambda: _decoder(cfg)(cfg, rngs=nnx.Rngs(jax.random.key(0))))
+
+
+def layer_plan(cfg: Config) -> LayerPlan:
+  """Returns how `build` splits the depth of `cfg` on this machine."""
+  return _layer_plan(cfg, scans(cfg))
+
+
+def _decoder(cfg: Config) -> type[KimiDecoder]:
+  if cfg.model_type not in DECODERS:
+    raise ConfigError(f"model_type: no decoder for '{cfg.model_type}', known: {', '.join(DECODERS)}")
+  return DECODERS[cfg.model_type]
