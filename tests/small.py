@@ -46,7 +46,9 @@ def fill(module: nnx.Module, values: Mapping[str, np.ndarray]) -> None:
     value = jnp.asarray(values[path], variable[...].dtype)
     assert value.shape == variable[...].shape, path
     variable.set_value(value)
-  nnx.update(module, nnx.from_flat_state([(tuple(_key(k) for k in p.split(".")), v) for p, v in flat.items()]))
+  nnx.update(
+    module, nnx.from_flat_state([(tuple(_key(k) for k in p.split(".")), v) for p, v in flat.items()])
+  )
 
 
 def _key(part: str) -> str | int:

@@ -1,7 +1,7 @@
 """Parameters and the dtype policy: how a weight is declared, named for sharding, and drawn.
 
-Each parameter carries `axes`, one logical axis name per dimension. A mesh file maps those names to mesh axes; layers
-never see a mesh.
+Each parameter carries `axes`, one logical axis name per dimension. A mesh file maps those names to mesh axes;
+layers never see a mesh.
 """
 
 from collections.abc import Callable

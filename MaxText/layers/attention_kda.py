@@ -62,14 +62,12 @@ class KimiDeltaAttention(nnx.Module):
     memory = None if cache is None else cache.read(row)
     q, k, v, window = self._mix_short(x, memory, segment_ids)
     log_decay, beta = self._gates(x)
-    out, state = kda(
-      q, k, v, log_decay, beta, memory and memory.state, segment_ids, impl=self.cfg.kda_impl
-    )
+    out, state = kda(q, k, v, log_decay, beta, memory and memory.state, segment_ids, impl=self.cfg.kda_impl)
     y = self._read_out(out.astype(x.dtype), x)
     return y, None if cache is None else cache.write(row, KdaCache(window, state))
 
   def _mix_short(self, x, memory, segment_ids):
-    """Projects, convolves and normalises: q, k [B, T, H, K] and v [B, T, H, V] in float32, and the new window."""
+    """Convolved and normalised q, k [B, T, H, K] and v [B, T, H, V] in float32, and the new window."""
     # stacked, not concatenated: a channel axis that is sharded by heads must not mix q, k and v
     qkv = jnp.stack([self.q_proj(x), self.k_proj(x), self.v_proj(x)], axis=2)
     qkv, window = short_conv(
@@ -96,7 +94,7 @@ class KimiDeltaAttention(nnx.Module):
 
 
 class ShortConvolution(nnx.Module):
-  """Depthwise taps of the q, k and v convolutions, [3, H*K, W] in float32; the last tap is the current token."""
+  """Depthwise taps of the q, k and v convolutions, [3, H*K, W] float32; the last tap is the current token."""
 
   def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
     shape = (3, cfg.kda_num_heads * cfg.kda_head_dim, cfg.short_conv_kernel_size)
@@ -105,7 +103,7 @@ class ShortConvolution(nnx.Module):
 
 
 class HeadNorm(nnx.Module):
-  """RMSNorm over one head's channels whose weight all heads share; stays in float32 for the gate that follows."""
+  """RMSNorm over one head's channels, its weight shared by all heads; float32 for the gate that follows."""
 
   def __init__(self, width: int, eps: float, *, rngs: nnx.Rngs):
     self.eps = eps

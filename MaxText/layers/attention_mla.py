@@ -1,6 +1,6 @@
 """Gated multi-head latent attention without positions. Source: spec 2.5.
 
-The same call trains (cache=None), prefills (T > 1) and decodes (T == 1). A token leaves R + P values in the cache.
+The same call trains (cache=None), prefills (T > 1) and decodes (T == 1). A token leaves R + P cached values.
 """
 
 import jax
@@ -85,6 +85,6 @@ class GatedLatentAttention(nnx.Module):
     return q.reshape(*x.shape[:2], cfg.base_num_query_heads, cfg.qk_nope_head_dim + cfg.qk_rope_head_dim)
 
   def _latents(self, x: Float[Array, "B T D"]) -> Float[Array, "B T RP"]:
-    """What a token leaves in the cache, [B, T, R+P]: the first R are normed, the tail is neither normed nor rotated."""
+    """What a token leaves in the cache, [B, T, R+P]: R normed values and a tail without norm or rotation."""
     full, R = self.kv_a_proj_with_mqa(x), self.cfg.kv_lora_rank
     return jnp.concatenate([self.kv_a_layernorm(full[..., :R]), full[..., R:]], axis=-1)

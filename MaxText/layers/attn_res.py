@@ -1,12 +1,11 @@
 """Attention residuals: the residual stream as a softmax mixture over closed blocks. Source: spec 2.3.
 
-A `ResidualStream` lives for one forward pass. Blocks stay in one buffer [N, B, T, D]; how many of them are closed may
-be a Python number (unrolled stack) or a traced one (scanned stack). With no blocks at all it is the plain residual
-of Kimi-Linear.
+A `ResidualStream` lives for one forward pass. Blocks stay in one buffer [N, B, T, D]; how many of them are
+closed may be a Python number (unrolled stack) or a traced one (scanned stack). Without blocks it is the plain
+residual of Kimi-Linear.
 """
 
 import dataclasses
-from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +56,7 @@ class ResidualStream:
   closed: int | Int[Array, ""]
 
   @classmethod
-  def start(cls, cfg: Config, embedded: Float[Array, "B T D"]) -> Self:
+  def start(cls, cfg: Config, embedded: Float[Array, "B T D"]) -> "ResidualStream":
     """Starts a stream at the embeddings [B, T, D], with room for every block that the depth will close."""
     if cfg.attn_res_block_size is None:
       return cls(embedded, None, 0)
@@ -70,11 +69,11 @@ class ResidualStream:
       return self.blocks[: self.closed], None
     return self.blocks, jnp.arange(self.blocks.shape[0]) >= self.closed
 
-  def add(self, value: Float[Array, "B T D"]) -> Self:
+  def add(self, value: Float[Array, "B T D"]) -> "ResidualStream":
     """Adds a sub-layer's output [B, T, D] to the prefix, in the activation dtype."""
     return dataclasses.replace(self, prefix=self.prefix + value.astype(self.prefix.dtype))
 
-  def close_block(self, layer: int | Int[Array, ""], block_size: int | None) -> Self:
+  def close_block(self, layer: int | Int[Array, ""], block_size: int | None) -> "ResidualStream":
     """At a layer that opens a block, stores the prefix as a closed block and restarts it at zero.
 
     Args:
@@ -90,7 +89,7 @@ class ResidualStream:
     closed = self._close(slot, jnp.where(opens, jnp.zeros_like(self.prefix), self.prefix))
     return dataclasses.replace(closed, closed=self.closed + opens.astype(jnp.int32))
 
-  def _close(self, slot: int | Int[Array, ""], prefix: Float[Array, "B T D"]) -> Self:
+  def _close(self, slot: int | Int[Array, ""], prefix: Float[Array, "B T D"]) -> "ResidualStream":
     blocks = self.blocks.at[slot].set(self.prefix, mode="drop")
     return ResidualStream(prefix, blocks, self.closed + 1)
 

@@ -1,11 +1,10 @@
-"""What a layer remembers between calls. Layouts are named and typed; a swapped one fails in the tests (K != V).
+"""What a layer remembers between calls. Layouts are named and typed; a swapped one fails in the tests.
 
-A cache is either one layer's own, or a pool stacked over the cycles of a scanned stack ([C, ...] on every leaf), in
-which case `row` says whose turn it is. Pools are carried whole and written by index, never sliced and restacked.
+A cache is either one layer's own, or a pool stacked over the cycles of a scan ([C, ...] on every leaf), in
+which case `row` says whose turn it is. Pools are carried whole and written by index, never restacked.
 """
 
 import dataclasses
-from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +26,11 @@ class KdaCache:
   conv: Float[Array, "*C B W 3 HK"]
   state: Float[Array, "*C B H K V"]
 
-  def read(self, row: Row) -> Self:
+  def read(self, row: Row) -> "KdaCache":
     """Returns this layer's own memory."""
     return self if row is None else jax.tree.map(lambda pool: pool[row], self)
 
-  def write(self, row: Row, new: Self) -> Self:
+  def write(self, row: Row, new: "KdaCache") -> "KdaCache":
     """Replaces this layer's memory by `new`, keeping the stored dtypes."""
     if row is None:
       return jax.tree.map(lambda old, value: value.astype(old.dtype), self, new)
@@ -55,15 +54,17 @@ class MlaCache:
     """Returns this layer's latents [B, S, R+P] and lengths [B], read-only."""
     return (self.latent, self.length) if row is None else (self.latent[row], self.length[row])
 
-  def append(self, new: Float[Array, "B T RP"], segment_ids: Int[Array, "B T"] | None, row: Row) -> Self:
+  def append(
+    self, new: Float[Array, "B T RP"], segment_ids: Int[Array, "B T"] | None, row: Row
+  ) -> "MlaCache":
     """Writes the valid new latents after each row's length.
 
     Args:
       new: [B, T, R+P] latents of this call's tokens.
-      segment_ids: [B, T], 0 = padding. A row that ends in another segment than it began with keeps the last one only.
+      segment_ids: [B, T], 0 = padding. A row that ends in another segment than it began with keeps the last.
       row: which layer of a stacked pool.
 
-    The caller guarantees length + new tokens <= S; a latent past the end is dropped, never wrapped or clamped.
+    The caller guarantees length + new tokens <= S; a latent past the end is dropped, never wrapped.
     """
     B, T, _ = new.shape
     S = self.latent.shape[-2]

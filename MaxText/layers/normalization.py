@@ -30,6 +30,6 @@ def unit_rms(x: Float[Array, "*B D"], eps: float) -> Float[Array, "*B D"]:
 
 
 def unit_l2(x: Float[Array, "*B K"], eps: float = 1e-6) -> Float[Array, "*B K"]:
-  """Returns x [..., K] divided by sqrt(sum(x^2) + eps), in float32: eps is added to the sum, not to the mean."""
+  """Returns x [..., K] divided by sqrt(sum(x^2) + eps), in float32: eps joins the sum, not the mean."""
   x = x.astype(jnp.float32)
   return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + eps)

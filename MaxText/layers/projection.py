@@ -12,7 +12,9 @@ from MaxText.configs.schema import Config
 class Projection(nnx.Module):
   """y = x W^T with W stored as published, [out, in]."""
 
-  def __init__(self, cfg: Config, width_in: int, width_out: int, axes: tuple[str | None, str | None], *, rngs: nnx.Rngs):
+  def __init__(
+    self, cfg: Config, width_in: int, width_out: int, axes: tuple[str | None, str | None], *, rngs: nnx.Rngs
+  ):
     """Draws W [width_out, width_in]; `axes` are the logical names of (out, in)."""
     self.weight = params.param(
       rngs, (width_out, width_in), axes, cfg.parameter_dtype, params.normal(cfg.initializer_range)
@@ -24,6 +26,6 @@ class Projection(nnx.Module):
 
 
 def project(x: Float[Array, "*B D"], weight: Float[Array, "O D"]) -> Float[Array, "*B O"]:
-  """Contracts x [..., D] with weight [O, D]; float32 operands keep full float32 precision on every platform."""
+  """Contracts x [..., D] with weight [O, D]; float32 operands keep full precision on every platform."""
   precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
   return jnp.einsum("...d,od->...o", x, weight.astype(x.dtype), precision=precision)

@@ -1,4 +1,4 @@
-"""Expert choice: sigmoid scores, a bias that only selects, renormalised weights. Source: spec 2.7 steps 1-3."""
+"""Expert choice: sigmoid scores, a bias that only selects, renormalised weights. Source: spec 2.7."""
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +49,9 @@ def choose_experts(
   Returns:
     ids [M, A] int32, lowest id first among ties, and weights [M, A] float32.
   """
-  biased = _keep_best_groups(jax.lax.stop_gradient(scores) + bias, cfg.n_routing_groups, cfg.topk_routing_group)
+  biased = _keep_best_groups(
+    jax.lax.stop_gradient(scores) + bias, cfg.n_routing_groups, cfg.topk_routing_group
+  )
   _, ids = jax.lax.top_k(biased, cfg.num_experts_per_tok)
   weights = jnp.take_along_axis(scores, ids, axis=-1)
   if cfg.norm_topk_prob:
@@ -58,7 +60,7 @@ def choose_experts(
 
 
 def _keep_best_groups(biased: Float[Array, "M E"], groups: int, kept: int) -> Float[Array, "M E"]:
-  """Sends experts outside the `kept` best groups to -inf; a group counts by its two best experts (noaux_tc)."""
+  """Sends experts outside the `kept` best groups to -inf; a group counts by its two best experts."""
   if kept >= groups:
     return biased
   M, E = biased.shape

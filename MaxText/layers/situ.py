@@ -38,7 +38,7 @@ def swiglu(gate: Float[Array, "*B F"], up: Float[Array, "*B F"]) -> Float[Array,
 
 
 def gated_activation(cfg: Config) -> GatedActivation:
-  """Returns the activation that all three feed-forward kinds of `cfg` share; equal settings give one object."""
+  """Returns the activation of all three feed-forward kinds of `cfg`; equal settings give one object."""
   return _gated_activation(cfg.hidden_act, cfg.activation_situ_beta, cfg.activation_situ_linear_beta)
 
 

@@ -23,7 +23,7 @@ from MaxText.layers.normalization import RMSNorm
 from MaxText.layers.projection import Projection, project
 from MaxText.models.layer_plan import LayerPlan, layer_plan
 
-# Expert stacks are closed over by the scan and indexed by row: handed over as `xs`, every compiler would copy a slice.
+# A scan closes over the expert stacks and indexes them by row: of `xs`, every compiler would copy a slice.
 _EXPERTS = nnx.PathContains("experts")
 
 
@@ -115,8 +115,8 @@ class KimiDecoder(nnx.Module):
     Args:
       ids: [B, T] token ids; T is static, and T == 1 takes the single-step kernels.
       cache: memory of the tokens before, from `init_cache` or an earlier call; None in training.
-      segment_ids: [B, T] document of each token, 0 = padding; None when every token is valid. A cache continues the
-        first document of its row; the cache that comes back belongs to the last one.
+      segment_ids: [B, T] document of each token, 0 = padding; None when every token is valid. A cache
+        continues the first document of its row; the cache that comes back belongs to the last one.
 
     Returns:
       [B, T, D] normalised hidden states in the activation dtype, and the cache after the last valid token.
@@ -156,7 +156,7 @@ class KimiDecoder(nnx.Module):
   def _scan_cycles(self, stream, caches, segment_ids):
     """Scans the cycles; the body gets the cycle number, slices of the small weights, and whole expert stacks.
 
-    In training every weight is scanned: the gradient of a stack that is closed over has the stack's size each cycle.
+    In training every weight is scanned: the gradient of a closed-over stack has the stack's size each cycle.
     """
     start, period = self.plan.start, self.plan.period
     closed_over = nnx.Nothing() if caches is None else _EXPERTS
@@ -185,7 +185,7 @@ class KimiDecoder(nnx.Module):
 
 
 def scans(cfg: Config) -> bool:
-  """Whether the depth is scanned; `auto` unrolls on CPU, where a scan copies every slice of the stacked weights."""
+  """Whether the depth is scanned; `auto` unrolls on CPU, where a scan copies the stacked weights."""
   return jax.default_backend() != "cpu" if cfg.scan_layers == "auto" else cfg.scan_layers
 
 

@@ -1,7 +1,7 @@
 """Where each decoder layer lives: unrolled in a list, or in a prologue, scanned cycles and an epilogue.
 
-K3's 93 layers become a prologue of one 4-layer cycle (it holds the dense layer), 22 scanned cycles, and one layer
-behind them. The same search serves any layer pattern.
+K3's 93 layers become a prologue of one 4-layer cycle (it holds the dense layer), 22 scanned cycles, and one
+layer behind them. The same search serves any layer pattern.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ class LayerPlan:
 
 
 def layer_plan(cfg: Config, scan: bool) -> LayerPlan:
-  """Chooses the split that scans the most layers in at least two repeats, then the shortest cycle, then the latest start.
+  """Chooses the split that scans the most layers, then the shortest cycle, then the latest start.
 
   Args:
     cfg: states the kind of every layer.

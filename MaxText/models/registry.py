@@ -13,8 +13,10 @@ DECODERS = {"kimi_k3": KimiDecoder, "kimi_linear": KimiDecoder}
 
 
 def build(cfg: Config, rngs: nnx.Rngs) -> KimiDecoder:
-  """Returns a decoder with freshly drawn weights."""
-  return _decoder(cfg)(cfg, rngs=rngs)
+  """Returns a decoder with freshly drawn weights, drawn by one compiled program."""
+  draw = jax.jit(lambda key: nnx.state(_decoder(cfg)(cfg, rngs=nnx.Rngs(key))))
+  graph, _ = nnx.split(abstract(cfg))
+  return nnx.merge(graph, draw(rngs.params()))
 
 
 def abstract(cfg: Config) -> KimiDecoder:

@@ -13,7 +13,9 @@ from tests.small import assert_op_close, fill, k3_config, kimi_linear_config, op
 
 def fixture_values(data) -> dict:
   conv = np.stack([data[f"{name}_conv"][:, 0] for name in "qkv"])
-  direct = {f"{name}.weight": data[name] for name in ("q_proj", "k_proj", "v_proj", "g_proj", "o_proj", "b_proj")}
+  direct = {
+    f"{name}.weight": data[name] for name in ("q_proj", "k_proj", "v_proj", "g_proj", "o_proj", "b_proj")
+  }
   return direct | {
     "f_a_proj.weight": data["f_a"],
     "f_b_proj.weight": data["f_b"],
@@ -31,7 +33,9 @@ def fixture_layer(**ours):
 
 def empty_cache(cfg, B=1):
   H, K = cfg.kda_num_heads, cfg.kda_head_dim
-  return KdaCache(jnp.zeros((B, cfg.short_conv_kernel_size - 1, 3, H * K), cfg.dtype), jnp.zeros((B, H, K, K)))
+  return KdaCache(
+    jnp.zeros((B, cfg.short_conv_kernel_size - 1, 3, H * K), cfg.dtype), jnp.zeros((B, H, K, K))
+  )
 
 
 @pytest.mark.parametrize("impl", ["auto", "reference"])

@@ -33,7 +33,9 @@ def test_mix_equals_the_definition_for_every_number_of_sources(n_blocks):
   cfg = k3_config(base_emb_dim=16, attn_res_block_size=1, base_num_decoder_layers=9)
   rng = np.random.default_rng(n_blocks)
   norm, proj = 1 + 0.3 * rng.standard_normal(16), rng.standard_normal(16)
-  values = rng.standard_normal((10, 2, 3, 16)).astype(np.float32) * rng.uniform(0.1, 5, (10, 2, 3, 1)).astype("f4")
+  values = rng.standard_normal((10, 2, 3, 16)).astype(np.float32) * rng.uniform(0.1, 5, (10, 2, 3, 1)).astype(
+    "f4"
+  )
   res = mixer(cfg, norm, proj)
   blocks = jnp.zeros((9, 2, 3, 16)).at[:n_blocks].set(values[:n_blocks])
   want = reference_mix([*values[:n_blocks], values[9]], norm * proj, cfg.normalization_layer_epsilon)

@@ -56,10 +56,11 @@ def test_padding_is_counted_by_no_expert_and_gets_no_gradient():
   poisoned = jnp.where((segments != 0)[..., None], x, 1e6)
   got, clean = block(poisoned, segments), block(x, segments)
   np.testing.assert_array_equal(got[segments != 0], clean[segments != 0])
-  grads = [
-    nnx.grad(lambda b: jnp.sum(jnp.where((segments != 0)[..., None], b(v, segments), 0.0) ** 2))(block)
-    for v in (poisoned, x)
-  ]
+
+  def loss(block, x):
+    return jnp.sum(jnp.where((segments != 0)[..., None], block(x, segments), 0.0) ** 2)
+
+  grads = [nnx.grad(loss)(block, value) for value in (poisoned, x)]
   for a, b in zip(*(jax.tree.leaves(nnx.state(g.experts)) for g in grads)):
     np.testing.assert_array_equal(a, b)
 
@@ -69,7 +70,10 @@ def test_permuting_experts_with_their_weights_changes_nothing():
   x = jax.random.normal(jax.random.key(1), (1, 7, cfg.base_emb_dim))
   want = block(x)
   order = np.random.default_rng(0).permutation(cfg.num_experts)
-  for holder, names in ((block.experts, ("w1", "w2", "w3")), (block.gate, ("weight", "e_score_correction_bias"))):
+  for holder, names in (
+    (block.experts, ("w1", "w2", "w3")),
+    (block.gate, ("weight", "e_score_correction_bias")),
+  ):
     for name in names:
       getattr(holder, name).set_value(getattr(holder, name)[...][order])
   np.testing.assert_allclose(block(x), want, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Laws of the whole decoder: what may not change its answers. One compiled program serves each family of examples."""
+"""Laws of the whole decoder: what may not change its answers. One compiled program serves many examples."""
 
 import functools
 
