@@ -43,8 +43,8 @@ def test_the_tiny_model_fits_its_budget():
 @pytest.mark.parametrize(
   ("override", "total", "active"),
   [
-    ("num_experts=17", 8 * (192 + 1 + 3 * 96 * 64), 8 * (192 + 1)),
-    ("num_experts_per_tok=5", 0, 8 * 3 * 96 * 64),
+    ("num_experts=17", 8 * (144 + 1 + 3 * 64 * 32), 8 * (144 + 1)),
+    ("num_experts_per_tok=5", 0, 8 * 3 * 64 * 32),
   ],
 )
 def test_one_more_expert_costs_itself_and_its_router_row(override, total, active):
@@ -54,13 +54,13 @@ def test_one_more_expert_costs_itself_and_its_router_row(override, total, active
 
 def test_a_tied_head_is_counted_once_and_read():
   before, after = count(load("kimi-k3-tiny")), count(load("kimi-k3-tiny", ["logits_via_embedding=true"]))
-  assert (before.total - after.total, before.tensors - after.tensors) == (1024 * 192, 1)
+  assert (before.total - after.total, before.tensors - after.tensors) == (1024 * 144, 1)
   assert before.active == after.active
 
 
 def test_plain_experts_have_the_same_parameters_and_more_bytes():
   packed, plain = count(load("kimi-k3-tiny")), count(load("kimi-k3-tiny", ["expert_quantization=none"]))
   assert (packed.total, packed.active) == (plain.total, plain.active)
-  experts = 8 * 16 * 3 * 96 * 64
+  experts = 8 * 16 * 3 * 64 * 32
   assert plain.stored_bytes - packed.stored_bytes == 2 * experts - packed.packed_expert_bytes
   assert packed.packed_expert_bytes == experts * 17 // 32

@@ -51,7 +51,7 @@ def test_a_contradiction_names_who_stated_the_key():
     ["gate_lower_bound=null"],
     ["n_routing_groups=4", "topk_routing_group=2"],
     ["expert_quantization=none", "base_moe_mlp_dim=80"],
-    ["routed_expert_hidden_size=null", "latent_moe_use_norm=false"],
+    ["routed_expert_hidden_size=null", "latent_moe_use_norm=false", "base_emb_dim=160"],
     ["hidden_act=silu", "activation_situ_beta=null", "activation_situ_linear_beta=null"],
     ["attn_res_block_size=null"],
     ["attn_res_block_size=100"],

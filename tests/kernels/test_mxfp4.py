@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from MaxText.kernels.mxfp4 import BLOCK, MxFp4, pack, unpack
+from MaxText.kernels.mxfp4 import BLOCK, MxFp4, pack, unpack, unpack_halves
 
 FIXTURE = pathlib.Path(__file__).parents[3] / "shared" / "fixtures" / "ops" / "mxfp4.npz"
 VALUES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -82,6 +82,15 @@ def test_codes_run_linearly_along_the_input_axis():
   packed = codes[:, 0::2] | codes[:, 1::2] << 4
   got = unpack(MxFp4(packed, np.array([[127, 128]], np.uint8)), np.float32)
   np.testing.assert_array_equal(got, CODE_VALUES[codes] * np.repeat([1, 2], 32))
+
+
+def test_halves_are_the_even_and_the_odd_channels():
+  w = every_scale_and_code()
+  values = unpack(w, np.float32)
+  for half, offset in zip(jax.jit(unpack_halves)(w), (0, 1)):
+    np.testing.assert_array_equal(
+      np.asarray(half)[:255].view(np.uint32), values[:255, offset::2].view(np.uint32)
+    )
 
 
 def test_rounding_goes_to_the_nearest_code_and_ties_to_the_even_one():

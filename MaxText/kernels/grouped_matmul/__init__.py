@@ -4,18 +4,15 @@ Dims: M rows, E experts, L expert input width, F expert width, N output and K in
 Source: spec 2.7 step 4; weights keep the published orientation [out, in].
 """
 
-from collections.abc import Callable
 from typing import Literal
 
 from jaxtyping import Array, Float, Int
 
 from MaxText.common import choices
 from MaxText.kernels.grouped_matmul import blocked, reference
-from MaxText.kernels.mxfp4 import MxFp4
+from MaxText.kernels.grouped_matmul.operands import Activation, Weight
 
-type Weight = Float[Array, "*stack E N K"] | MxFp4
 type Impl = Literal["auto", "reference", "blocked"]
-type Activation = Callable[[Float[Array, "rows F"], Float[Array, "rows F"]], Float[Array, "rows F"]]
 
 _IMPLEMENTATIONS = {"reference": reference, "blocked": blocked}
 
@@ -38,7 +35,7 @@ def grouped_matmul(
     w: [E, N, K], or [S, E, N, K] with `layer`; bytes are unpacked one expert at a time.
     group_sizes: [E] rows of each expert; their sum is at most M.
     layer: position in the leading axis of a stacked `w`, int32; the stack is indexed, never sliced whole.
-    impl: "blocked" visits blocks of rows, "reference" multiplies every row by every expert.
+    impl: "blocked" visits the experts that have rows, "reference" multiplies every row by every expert.
 
   Returns:
     [M, N] in x.dtype, accumulated in float32; rows past sum(group_sizes) are 0.
@@ -59,8 +56,8 @@ def grouped_mlp(
 ) -> Float[Array, "M L"]:
   """Applies to each row the gated MLP of its expert: activation(x w1', x w3') w2'.
 
-  One pass over the blocks of rows: no array of all hidden activations exists, forward or backward. For the
-  rest see `grouped_matmul`.
+  One pass over the experts that have rows: no array of all hidden activations exists, forward or backward.
+  For the rest see `grouped_matmul`.
 
   Args:
     x: [M, L] rows, those of expert 0 first.

@@ -1,149 +1,187 @@
-"""Grouped products by a loop over blocks of rows of one expert.
+"""Grouped products by a loop over the experts that have rows.
 
-The rows of an expert are visited in blocks of static height. A block takes its rows by one slice that may
-reach into the next group: what it writes there is overwritten by the next block, because blocks run in order
-of rows. So nothing is gathered, scattered or padded per expert, and the trip count is the number of blocks in
-use: an expert without rows is never read. The backward pass is the same loop over the block's own derivative.
+The outer loop takes one expert's weights out of the stack (and out of their bytes), the inner loop runs over
+tiles of that expert's rows. A tile is a slice of static height that may reach into the next group: what it
+writes there is overwritten by the next tile, because tiles run in order of rows. So nothing is gathered, each
+weight in use is read once, and an expert without rows never. The backward pass is the same loop over the
+derivative of a tile.
 
-Dims: M rows, E experts, L expert input width, F expert width, N output and K input channels of one weight,
-R rows of a block.
+Dims: M rows, E experts, L expert input width, F expert width, N output and K input channels of one weight.
 Source: spec 2.7 step 4.
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
-from MaxText.kernels.mxfp4 import MxFp4, unpack
+from MaxText.kernels.carries import match_manual_axes
+from MaxText.kernels.grouped_matmul.operands import Activation, Weight
+from MaxText.kernels.mxfp4 import MxFp4, unpack_halves
 
-
-class Blocks(NamedTuple):
-  """Where each block of rows starts and whose it is.
-
-  Attributes:
-    expert: [blocks] expert of the block.
-    start: [blocks] its first row.
-    rows: [blocks] its rows, at most R.
-    used: number of blocks that have rows; the others are not visited.
-  """
-
-  expert: Int[Array, " blocks"]
-  start: Int[Array, " blocks"]
-  rows: Int[Array, " blocks"]
-  used: Int[Array, ""]
+_CACHED = 1 << 20
+"""Bytes of a weight that a core keeps in its second-level cache."""
 
 
-def block_height(num_rows: int, num_experts: int) -> int:
-  """Rows R of a block: near the mean group, so that few rows are padding and few weights are read twice."""
-  mean = -(-num_rows // num_experts)
-  return min(max(1 << (mean - 1).bit_length(), 1), 64)
+def grouped_matmul(
+  x: Float[Array, "M K"], w: Weight, group_sizes: Int[Array, " E"], layer: Int[Array, ""] | None = None
+) -> Float[Array, "M N"]:
+  """Visits the experts that have rows; arguments as the operation of that name in this package."""
+  return _call(_product, x, (w,), group_sizes, layer)
 
 
-def plan(group_sizes: Int[Array, " E"], num_rows: int, height: int) -> Blocks:
-  """Cuts the groups into blocks of at most `height` rows.
-
-  Args:
-    group_sizes: [E] rows of each expert.
-    num_rows: M, at least their sum.
-    height: R, rows of a block.
-  """
-  num_experts = group_sizes.shape[0]
-  count = -(-group_sizes // height)
-  end = jnp.cumsum(count)
-  block = jnp.arange(min(num_rows // height + num_experts, num_rows), dtype=jnp.int32)
-  expert = jnp.searchsorted(end, block, side="right", method="compare_all")
-  expert = jnp.minimum(expert, num_experts - 1).astype(jnp.int32)
-  offset = (block - (end - count)[expert]) * height
-  start = (jnp.cumsum(group_sizes) - group_sizes)[expert] + offset
-  rows = jnp.minimum(group_sizes[expert] - offset, height)
-  return Blocks(expert, start.astype(jnp.int32), rows.astype(jnp.int32), end[-1].astype(jnp.int32))
+def grouped_mlp(
+  x: Float[Array, "M L"],
+  w1: Weight,
+  w3: Weight,
+  w2: Weight,
+  group_sizes: Int[Array, " E"],
+  activation: Activation,
+  layer: Int[Array, ""] | None = None,
+) -> Float[Array, "M L"]:
+  """Visits the experts that have rows; arguments as the operation of that name in this package."""
+  return _call(functools.partial(_mlp, activation), x, (w1, w3, w2), group_sizes, layer)
 
 
-def grouped_matmul(x, w, group_sizes, layer=None):
-  """See `kernels.grouped_matmul.grouped_matmul`."""
-  return _visit(_product, x, (w,), group_sizes, layer)
-
-
-def grouped_mlp(x, w1, w3, w2, group_sizes, activation, layer=None):
-  """See `kernels.grouped_matmul.grouped_mlp`."""
-  return _visit(functools.partial(_mlp, activation), x, (w1, w3, w2), group_sizes, layer)
-
-
-def _product(x, w):
-  return lax.dot_general(x, w, (((1,), (1,)), ((), ())))
+def _call(tile_fn, *operands):
+  # inside shard_map the loops want one set of varying mesh axes; the cast's own transpose sums the gradients
+  leaves = jax.tree.leaves(operands)
+  return _visit(tile_fn, *jax.tree.map(lambda a: match_manual_axes(a, *leaves), operands))
 
 
 def _mlp(activation, x, w1, w3, w2):
   return _product(activation(_product(x, w1), _product(x, w3)), w2)
 
 
+def _product(x, w):
+  """x [rows, K] times the transpose of w [N, K], or of its even and odd channels."""
+  if isinstance(w, tuple):
+    return _product(x[:, 0::2], w[0]) + _product(x[:, 1::2], w[1])
+  return lax.dot_general(x, w, (((1,), (1,)), ((), ())))
+
+
+def tile_height(num_rows: int, num_experts: int, weight_bytes: int) -> int:
+  """Rows of a tile, from the mean size of a group.
+
+  On a CPU one row at a time is best for small groups: XLA:CPU emits a matrix-vector product inline, and reads
+  a weight that stays in the cache faster than its library packs it to multiply a few rows (measured with
+  weights of 256 KiB, up to 32 rows a group). A larger weight is read once per tile instead.
+
+  Args:
+    num_rows: M.
+    num_experts: E.
+    weight_bytes: size of one expert's largest weight in float32.
+  """
+  mean = max(num_rows // num_experts, 1)
+  on_cpu = jax.default_backend() == "cpu"
+  if on_cpu and mean < (32 if weight_bytes <= _CACHED else 2):
+    return 1
+  return min(max(1 << mean.bit_length() - 1, 8), 64 if on_cpu else 128)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _visit(block_fn, x, weights, group_sizes, layer):
-  """Runs `block_fn(rows [R, K], *weights [N, K])` on every block; both in float32, the result in x.dtype."""
-  num_rows, height, blocks = _prepare(x, weights, group_sizes)
+def _visit(tile_fn, x, weights, group_sizes, layer):
+  """Runs `tile_fn(rows, *weights)` on every tile, in float32; the result [M, N] is in x.dtype."""
+  num_rows, height = x.shape[0], _height(x, weights, group_sizes)
   x = _pad(x, height)
-  width = weights[-1].shape[-2]
 
-  def visit(i, out):
-    rows = lax.dynamic_slice_in_dim(x, blocks.start[i], height).astype(jnp.float32)
-    y = block_fn(rows, *(_expert(w, layer, blocks.expert[i]) for w in weights))
-    return lax.dynamic_update_slice_in_dim(out, y.astype(x.dtype), blocks.start[i], 0)
+  def visit(expert, start, stop, out):
+    own = [_expert(w, layer, expert) for w in weights]
 
-  out = lax.fori_loop(0, blocks.used, visit, jnp.zeros((x.shape[0], width), x.dtype))
-  return _real_rows(out, num_rows, group_sizes)
+    def step(tile, out):
+      y = tile_fn(_rows(x, start + tile * height, height), *own)
+      return lax.dynamic_update_slice_in_dim(out, y.astype(out.dtype), start + tile * height, 0)
+
+    return lax.fori_loop(0, _ceil_div(stop - start, height), step, out)
+
+  out = _zeros((x.shape[0], weights[-1].shape[-2]), x.dtype, x)
+  out = _each_expert(visit, group_sizes, out)
+  return _clear_tail(out[:num_rows], group_sizes)
 
 
-def _visit_forward(block_fn, x, weights, group_sizes, layer):
-  return _visit(block_fn, x, weights, group_sizes, layer), (x, weights, group_sizes, layer)
+def _visit_forward(tile_fn, x, weights, group_sizes, layer):
+  return _visit(tile_fn, x, weights, group_sizes, layer), (x, weights, group_sizes, layer)
 
 
-def _visit_backward(block_fn, residuals, grad):
-  """Recomputes each block and adds its derivative to the gradients of its rows and of its expert."""
+def _visit_backward(tile_fn, residuals, grad):
+  """Recomputes each tile; its derivative goes to its rows and, summed over the group, to its weights."""
   x, weights, group_sizes, layer = residuals
-  num_rows, height, blocks = _prepare(x, weights, group_sizes)
+  num_rows, height = x.shape[0], _height(x, weights, group_sizes)
   x, grad = _pad(x, height), _pad(grad, height)
   plain = [i for i, w in enumerate(weights) if not isinstance(w, MxFp4)]
 
-  def visit(i, totals):
-    dx, dweights = totals
-    expert, start = blocks.expert[i], blocks.start[i]
-    own = jnp.arange(height)[:, None] < blocks.rows[i]
-    rows, cotangent = (
-      jnp.where(own, lax.dynamic_slice_in_dim(a, start, height), 0).astype(jnp.float32) for a in (x, grad)
-    )
-    _, pull = jax.vjp(block_fn, rows, *(_expert(w, layer, expert) for w in weights))
-    drows, *deltas = pull(cotangent)
-    dx = lax.dynamic_update_slice_in_dim(dx, drows.astype(dx.dtype), start, 0)
-    return dx, [_accumulate(t, layer, expert, deltas[p]) for t, p in zip(dweights, plain)]
+  def visit(expert, start, stop, carry):
+    own = [_expert(w, layer, expert) for w in weights]
 
-  zeros = (jnp.zeros_like(x), [jnp.zeros(weights[i].shape, jnp.float32) for i in plain])
-  dx, totals = lax.fori_loop(0, blocks.used, visit, zeros)
-  dweights = [None] * len(weights)
-  for i, total in zip(plain, totals):
-    dweights[i] = total.astype(weights[i].dtype)
-  return _real_rows(dx, num_rows, group_sizes), tuple(dweights), None, None
+    def step(tile, carry):
+      dx, sums = carry
+      first = start + tile * height
+      mine = (first + jnp.arange(height) < stop)[:, None]
+      rows, cotangent = (jnp.where(mine, _rows(a, first, height), 0) for a in (x, grad))
+      drows, *deltas = jax.vjp(tile_fn, rows, *own)[1](cotangent)
+      dx = lax.dynamic_update_slice_in_dim(dx, drows.astype(dx.dtype), first, 0)
+      return dx, [s + deltas[i] for s, i in zip(sums, plain)]
+
+    dx, totals = carry
+    sums = [_zeros(own[i].shape, jnp.float32, x) for i in plain]
+    dx, sums = lax.fori_loop(0, _ceil_div(stop - start, height), step, (dx, sums))
+    return dx, [_put(t, layer, expert, s) for t, s in zip(totals, sums)]
+
+  carry = _zeros(x.shape, x.dtype, x), [_zeros(weights[i].shape, weights[i].dtype, x) for i in plain]
+  dx, totals = _each_expert(visit, group_sizes, carry)
+  dweights = dict(zip(plain, totals))
+  return _clear_tail(dx[:num_rows], group_sizes), tuple(map(dweights.get, range(len(weights)))), None, None
 
 
 _visit.defvjp(_visit_forward, _visit_backward)
 
 
-def _prepare(x, weights, group_sizes):
-  height = block_height(x.shape[0], group_sizes.shape[0])
-  return x.shape[0], height, plan(group_sizes, x.shape[0], height)
+def _height(x, weights, group_sizes):
+  largest = max(4 * w.shape[-2] * w.shape[-1] for w in weights)
+  return tile_height(x.shape[0], group_sizes.shape[0], largest)
+
+
+def _each_expert(visit, group_sizes, carry):
+  """Folds `visit(expert, first row, end of its rows, carry)` over the experts that have rows."""
+  last = group_sizes.shape[0] - 1
+
+  def is_empty(expert):
+    # under vmap a row of the batch that is done runs on with the others and must not search for ever
+    return (group_sizes[expert] == 0) & (expert < last)
+
+  def step(_, state):
+    expert, start, carry = state
+    expert = lax.while_loop(is_empty, lambda e: e + 1, expert)
+    stop = start + group_sizes[expert]
+    return expert + 1, stop, visit(expert, start, stop, carry)
+
+  zero = _zeros((), jnp.int32, group_sizes)
+  return lax.fori_loop(0, jnp.count_nonzero(group_sizes), step, (zero, zero, carry))[2]
+
+
+def _zeros(shape, dtype, like):
+  """A loop's first carry, of the manual axes of `like`."""
+  return match_manual_axes(jnp.zeros(shape, dtype), like)
+
+
+def _ceil_div(a, b):
+  return (a + b - 1) // b
 
 
 def _pad(x, height):
-  """Rows for the last block to reach into."""
+  """Adds the rows that the last tile may reach into."""
   return jnp.pad(x, ((0, height - 1), (0, 0)))
 
 
-def _real_rows(out, num_rows, group_sizes):
-  """Drops the padding, and clears what the last block wrote past the last group."""
-  return jnp.where(jnp.arange(num_rows)[:, None] < group_sizes.sum(), out[:num_rows], 0)
+def _rows(x, first, height):
+  return lax.dynamic_slice_in_dim(x, first, height).astype(jnp.float32)
+
+
+def _clear_tail(out, group_sizes):
+  """Zeros the rows past the last group, where the last tile may have written."""
+  return jnp.where(jnp.arange(out.shape[0])[:, None] < group_sizes.sum(), out, 0)
 
 
 def _position(layer, expert):
@@ -151,19 +189,17 @@ def _position(layer, expert):
 
 
 def _expert(w, layer, expert):
-  """The float32 weight [N, K] of one expert; bytes are unpacked here."""
+  """The float32 weight [N, K] of one expert; bytes are unpacked here, into even and odd channels."""
 
   def pick(a):
     one = (1,) * (a.ndim - 2) + a.shape[-2:]
     return lax.dynamic_slice(a, _position(layer, expert), one).reshape(a.shape[-2:])
 
   w = jax.tree.map(pick, w)
-  return unpack(w, jnp.float32) if isinstance(w, MxFp4) else w.astype(jnp.float32)
+  return unpack_halves(w) if isinstance(w, MxFp4) else w.astype(jnp.float32)
 
 
-def _accumulate(total, layer, expert, delta):
-  """Adds delta [N, K] to the gradient of one expert, in place inside a loop."""
-  position = _position(layer, expert)
-  delta = delta.reshape((1,) * (total.ndim - 2) + delta.shape)
-  old = lax.dynamic_slice(total, position, delta.shape)
-  return lax.dynamic_update_slice(total, old + delta, position)
+def _put(total, layer, expert, value):
+  """Writes the gradient [N, K] of one expert, in place inside a loop."""
+  value = value.astype(total.dtype).reshape((1,) * (total.ndim - 2) + value.shape)
+  return lax.dynamic_update_slice(total, value, _position(layer, expert))

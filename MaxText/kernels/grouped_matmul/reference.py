@@ -6,7 +6,9 @@ Source: spec 2.7 step 4.
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
+from MaxText.kernels.grouped_matmul.operands import Activation, Weight
 from MaxText.kernels.mxfp4 import MxFp4, unpack
 
 
@@ -28,15 +30,25 @@ def _own_expert(y, group_sizes):
   return jnp.where(own[..., None], y, 0).sum(axis=0)
 
 
-def grouped_matmul(x, w, group_sizes, layer=None):
-  """See `kernels.grouped_matmul.grouped_matmul`."""
+def grouped_matmul(
+  x: Float[Array, "M K"], w: Weight, group_sizes: Int[Array, " E"], layer: Int[Array, ""] | None = None
+) -> Float[Array, "M N"]:
+  """Multiplies every row by every expert; arguments as the operation of that name in this package."""
   w = _layer_weight(w, layer)
   y = _product(jnp.broadcast_to(x.astype(jnp.float32), (w.shape[0], *x.shape)), w)
   return _own_expert(y, group_sizes).astype(x.dtype)
 
 
-def grouped_mlp(x, w1, w3, w2, group_sizes, activation, layer=None):
-  """See `kernels.grouped_matmul.grouped_mlp`."""
+def grouped_mlp(
+  x: Float[Array, "M L"],
+  w1: Weight,
+  w3: Weight,
+  w2: Weight,
+  group_sizes: Int[Array, " E"],
+  activation: Activation,
+  layer: Int[Array, ""] | None = None,
+) -> Float[Array, "M L"]:
+  """Applies every expert to every row; arguments as the operation of that name in this package."""
   w1, w3, w2 = (_layer_weight(w, layer) for w in (w1, w3, w2))
   rows = jnp.broadcast_to(x.astype(jnp.float32), (w1.shape[0], *x.shape))
   y = _product(activation(_product(rows, w1), _product(rows, w3)), w2)

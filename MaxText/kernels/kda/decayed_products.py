@@ -11,7 +11,6 @@ from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Float32
 
@@ -57,39 +56,45 @@ def decayed_products(
     return _innermost(rows, keys, decay)
   *lead, L, Z, K = rows.shape
   size = blocks[0]
-  n = L // size
-  rows = rows.reshape(*lead, n, size, Z, K)
-  keys, decay = (x.reshape(*lead, n, size, K) for x in (keys, decay))
+  rows = rows.reshape(*lead, L // size, size, Z, K)
+  keys, decay = (x.reshape(*lead, L // size, size, K) for x in (keys, decay))
   diagonal, inner = decayed_products(rows, keys, decay, blocks[1:])
-  across = _crossings(inner.total)
-  near = rows * inner.since[..., None, :]
-  far = (keys * inner.until)[..., None, : n - 1, :, :] * across[..., 1:n, 1:n, None, :]
-  below = _einsum("...aizk,...abjk->...aizbj", near[..., 1:, :, :, :], far)
-  below = jnp.pad(below, [(0, 0)] * len(lead) + [(1, 0), (0, 0), (0, 0), (0, 1), (0, 0)])
-  products = below + jnp.eye(n)[:, None, None, :, None] * diagonal[..., None, :]
-  decays = Decays(
-    since=(inner.since * across[..., :n, 0, None, :]).reshape(*lead, L, K),
-    until=(inner.until * across[..., n, 1:, None, :]).reshape(*lead, L, K),
-    total=across[..., n, 0, :],
-  )
-  return products.reshape(*lead, L, Z, L), decays
+  near, far = rows * inner.since[..., None, :], keys * inner.until
+  bands, reaching = [], None
+  for a in range(L // size):
+    band = [diagonal[..., a, :, :, :], jnp.zeros((*lead, size, Z, L - (a + 1) * size), rows.dtype)]
+    if reaching is not None:
+      band.insert(0, _einsum("...izk,...jk->...izj", near[..., a, :, :, :], reaching))
+      reaching = reaching * inner.total[..., a, None, :]
+    bands.append(jnp.concatenate(band, axis=-1))
+    own = far[..., a, :, :]
+    reaching = own if reaching is None else jnp.concatenate([reaching, own], axis=-2)
+  return jnp.concatenate(bands, axis=-3), _joined(inner)
+
+
+def _joined(inner):
+  """Decays across all blocks from those across each: [..., L / size, size, K] -> [..., L, K]."""
+  *lead, n, size, K = inner.since.shape
+  before, after = [jnp.ones_like(inner.total[..., 0, :])], [jnp.ones_like(inner.total[..., 0, :])]
+  for a in range(n):
+    before.append(before[-1] * inner.total[..., a, :])
+    after.append(after[-1] * inner.total[..., n - 1 - a, :])
+  since = inner.since * jnp.stack(before[:-1], axis=-2)[..., None, :]
+  until = inner.until * jnp.stack(after[-2::-1], axis=-2)[..., None, :]
+  return Decays(since.reshape(*lead, n * size, K), until.reshape(*lead, n * size, K), before[-1])
 
 
 def _innermost(rows, keys, decay):
   """Products from the decay of every single pair."""
-  across = _crossings(decay)
-  decayed = across[..., 1:, 1:, :] * keys[..., None, :, :]
+  L = keys.shape[-2]
+  one = jnp.ones_like(decay[..., :1, :])
+  reach, between = one, []
+  for i in range(L):
+    if i > 0:
+      reach = jnp.concatenate([reach * decay[..., i : i + 1, :], one], axis=-2)
+    between.append(jnp.concatenate([reach] + [jnp.zeros_like(one)] * (L - 1 - i), axis=-2))
+  between = jnp.stack(between, axis=-3)
   # sums, not dots: a [Z, K] x [K, L] product is too thin for a matrix unit
-  products = jnp.sum(rows[..., None, :] * decayed[..., None, :, :], axis=-1)
-  return products, Decays(across[..., 1:, 0, :], across[..., -1, 1:, :], across[..., -1, 0, :])
-
-
-def _crossings(factors):
-  """[..., n, K] -> [..., n + 1, n + 1, K]: from boundary b to boundary a the product of b..a-1, 0 for b > a."""
-  n = factors.shape[-2]
-  a, b = np.ogrid[: n + 1, : n + 1]
-  across = jnp.asarray(b <= a, factors.dtype)[..., None]
-  for c in range(n):
-    crossed = ((b <= c) & (c < a))[..., None]
-    across = across * jnp.where(crossed, factors[..., None, None, c, :], 1)
-  return across
+  products = jnp.sum(rows[..., None, :] * (between * keys[..., None, :, :])[..., None, :, :], axis=-1)
+  since = between[..., :, 0, :] * decay[..., :1, :]
+  return products, Decays(since, between[..., -1, :, :], since[..., -1, :])

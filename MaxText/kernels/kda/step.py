@@ -13,15 +13,15 @@ from MaxText.kernels.kda.reference import silence
 
 
 def kda_single_step(
-  q: Float[Array, "B 1 H K"],
-  k: Float[Array, "B 1 H K"],
-  v: Float[Array, "B 1 H V"],
-  log_decay: Float32[Array, "B 1 H K"],
-  beta: Float32[Array, "B 1 H"],
+  q: Float[Array, "B T H K"],
+  k: Float[Array, "B T H K"],
+  v: Float[Array, "B T H V"],
+  log_decay: Float32[Array, "B T H K"],
+  beta: Float32[Array, "B T H"],
   state: Float32[Array, "B H K V"],
-  segment_ids: Int[Array, "B 1"] | None,
-) -> tuple[Float32[Array, "B 1 H V"], Float32[Array, "B H K V"]]:
-  """Advances each row by one token; arguments as `kda`, state [B, H, K, V], out [B, 1, H, V].
+  segment_ids: Int[Array, "B T"] | None,
+) -> tuple[Float32[Array, "B T H V"], Float32[Array, "B H K V"]]:
+  """Advances each row by one token; arguments as `kda`, each [B, 1, ...], state [B, H, K, V].
 
   Raises:
     NotImplementedError: the call holds another number of tokens than one.

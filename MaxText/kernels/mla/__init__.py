@@ -26,11 +26,11 @@ _IMPLEMENTATIONS = {"reference": mla_reference, "direct": mla_direct, "absorbed"
 def mla(
   q_nope: Float[Array, "B T H N"],
   q_tail: Float[Array, "B T H P"],
-  latent: Float[Array, "B T R+P"],
+  latent: Float[Array, "B T RP"],
   w_uk: Float[Array, "H N R"],
   w_uv: Float[Array, "H V R"],
   *,
-  prefix: tuple[Float[Array, "B S R+P"], Int[Array, "B"]] | None,
+  prefix: tuple[Float[Array, "B S RP"], Int[Array, "B"]] | None,
   segment_ids: Int[Array, "B T"] | None,
   scale: float,
   impl: MlaImpl = "auto",

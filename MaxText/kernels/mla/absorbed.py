@@ -17,11 +17,11 @@ from MaxText.kernels.mla.partial_softmax import einsum_f32, finish_part, merge_p
 def mla_absorbed(
   q_nope: Float[Array, "B T H N"],
   q_tail: Float[Array, "B T H P"],
-  latent: Float[Array, "B T R+P"],
+  latent: Float[Array, "B T RP"],
   w_uk: Float[Array, "H N R"],
   w_uv: Float[Array, "H V R"],
   *,
-  prefix: tuple[Float[Array, "B S R+P"], Int[Array, "B"]] | None,
+  prefix: tuple[Float[Array, "B S RP"], Int[Array, "B"]] | None,
   segment_ids: Int[Array, "B T"] | None,
   scale: float,
 ) -> Float[Array, "B T H V"]:

@@ -3,7 +3,7 @@
 Source: spec 2.0 (dtypes) and 3.1 (layout). The bytes are those of the published checkpoint.
 """
 
-from MaxText.kernels.mxfp4.codec import pack, unpack
+from MaxText.kernels.mxfp4.codec import pack, unpack, unpack_halves
 from MaxText.kernels.mxfp4.container import BLOCK, MxFp4
 
-__all__ = ["BLOCK", "MxFp4", "pack", "unpack"]
+__all__ = ["BLOCK", "MxFp4", "pack", "unpack", "unpack_halves"]

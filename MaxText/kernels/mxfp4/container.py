@@ -18,8 +18,8 @@ class MxFp4:
   """A weight [..., N, K] kept in the published bytes.
 
   Attributes:
-    packed: [..., N, K/2] two codes a byte; the low nibble is the even input channel.
-    scale: [..., N, K/32] E8M0 exponents, bias 127; 255 means NaN.
+    packed: [..., N, half] two codes a byte (half = K/2); the low nibble is the even input channel.
+    scale: [..., N, blocks] E8M0 exponents (blocks = K/32), bias 127; 255 means NaN.
   """
 
   packed: UInt8[Array, "*E N half"]
