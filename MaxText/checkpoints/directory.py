@@ -1,0 +1,62 @@
+"""What lies in a checkpoint directory beside the weights: its kind, configuration, tokenizer files."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Literal
+
+from MaxText.checkpoints.reader import is_published, open_published, read_json
+from MaxText.configs.published import from_published, to_published
+from MaxText.configs.schema import Config
+
+ORBAX_FILE = "orbax_checkpoint.json"  # written last, so its presence says that the checkpoint is whole
+COMPANIONS = (
+  "tiktoken.model",
+  "tokenizer_config.json",
+  "special_tokens_map.json",
+  "tokenizer.json",
+  "chat_template.jinja",
+  "generation_config.json",
+  "preprocessor_config.json",
+)
+
+
+def kind(directory: str | Path) -> Literal["published", "orbax"] | None:
+  """Says which sort of checkpoint `directory` is, or None when it is no whole checkpoint."""
+  if (Path(directory) / ORBAX_FILE).is_file():
+    return "orbax"
+  return "published" if is_published(Path(directory)) else None
+
+
+def stored_dtype(directory: str | Path) -> Literal["float32", "bfloat16"]:
+  """Returns the narrowest type that holds the matrices and norms of a checkpoint without rounding.
+
+  Raises:
+    CheckpointError: no checkpoint there, or an unreadable one.
+  """
+  if kind(directory) == "orbax":
+    return read_json(Path(directory) / ORBAX_FILE)["layout"]["weight_dtype"]
+  wide = ("A_log", "dt_bias", "conv1d.weight", "o_norm.weight", "e_score_correction_bias")
+  entries = open_published(directory).entries.values()
+  matrices = {entry.dtype for entry in entries if not entry.name.endswith(wide)} - {"U8"}
+  return "bfloat16" if matrices == {"BF16"} else "float32"
+
+
+def write_companions(directory: Path, cfg: Config, source: str | Path | None) -> None:
+  """Writes `config.json` into `directory` and copies the small files that a checkpoint is used with.
+
+  Args:
+    directory: of the new checkpoint.
+    cfg: written in the published form; where the source states the same, its file is copied as it stands.
+    source: where tokenizer and generation files are taken from, as far as they are there; None for nowhere.
+  """
+  text = json.dumps(to_published(cfg), indent=2, ensure_ascii=False)
+  (directory / "config.json").write_text(text + "\n", encoding="utf-8")
+  if source is None:
+    return
+  own = Path(source) / "config.json"
+  if own.is_file() and to_published(from_published(read_json(own), str(own))) == to_published(cfg):
+    shutil.copyfile(own, directory / "config.json")
+  for name in COMPANIONS:
+    if (path := Path(source) / name).is_file():
+      shutil.copyfile(path, directory / name)

@@ -1,0 +1,281 @@
+"""Saves and restores a decoder's tree with Orbax.
+
+The tree is stored as the model holds it, scanned or unrolled; a model of the other layout is restacked on the
+host. Beside the arrays lie config.json, the tokenizer files, and one JSON file, written last, that says how
+the tree is laid out and how a published source stored its tensors.
+"""
+
+import json
+import math
+import time
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from MaxText.checkpoints.directory import ORBAX_FILE, write_companions
+from MaxText.checkpoints.layout import ParameterTree
+from MaxText.checkpoints.manifest import Manifest
+from MaxText.checkpoints.placement import Fill, Region, host_buffer, place_all, sharding_by_path
+from MaxText.checkpoints.published import stored_experts
+from MaxText.checkpoints.reader import read_json
+from MaxText.checkpoints.report import Loaded, LoadReport, held_by_dtype
+from MaxText.checkpoints.staging import staged
+from MaxText.common.errors import CheckpointError
+from MaxText.configs.published import from_published
+from MaxText.configs.schema import Config
+from MaxText.kernels.mxfp4 import MxFp4, unpack
+from MaxText.models import registry
+from MaxText.models.kimi_k3 import KimiDecoder
+
+_ARRAYS = "params"
+_FORMAT = 1
+_BATCH_BYTES = 1 << 30  # of stored arrays on the host at a time while a tree is restacked
+# what may differ between a checkpoint and the configuration it is read with, without a weight changing its
+# meaning
+_FREE = {"model_name", "max_position_embeddings", "initializer_range"}
+_FREE |= {"expert_quantization", "bos_token_id", "eos_token_id", "pad_token_id"}
+
+
+class Piece(NamedTuple):
+  """One stored array (or a packed pair), or one row of its stack, that fills `parameter[lead]`."""
+
+  stored: tuple[str, ...]
+  row: tuple[int, ...]
+  lead: tuple[int, ...]
+
+
+def save_orbax(
+  model: KimiDecoder,
+  directory: str | Path,
+  *,
+  manifest: Manifest | None = None,
+  companions: str | Path | None = None,
+  overwrite: bool = False,
+) -> None:
+  """Saves the parameters of `model` and its configuration; the directory appears whole or not at all.
+
+  Args:
+    model: scanned or unrolled, in any dtypes.
+    directory: absent or empty, unless `overwrite`.
+    manifest: how a published source stored its tensors, so that a later export restores its bytes.
+    companions: directory to copy tokenizer and generation files from.
+    overwrite: replace what `directory` holds.
+
+  Raises:
+    CheckpointError: `directory` holds something, or cannot be written.
+  """
+  tree, cfg = ParameterTree(model), model.cfg
+  layout = {"scan_layers": bool(model.plan.repeats), "expert_weights": cfg.expert_weights}
+  layout |= {"dtype": cfg.dtype, "weight_dtype": cfg.parameter_dtype}
+  with staged(directory, overwrite, sum(array.nbytes for array in tree.values.values())) as folder:
+    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+      checkpointer.save(folder / _ARRAYS, args=ocp.args.StandardSave(_nested(tree.values)))
+    write_companions(folder, cfg, companions)
+    about = {"format": _FORMAT, "layout": layout, "manifest": manifest and json.loads(manifest.to_json())}
+    (folder / ORBAX_FILE).write_text(json.dumps(about) + "\n", encoding="utf-8")
+
+
+def restore_orbax(
+  directory: str | Path, cfg: Config, *, mesh_shardings: Any = None, progress: bool = True
+) -> Loaded:
+  """Restores a decoder of `cfg`, whatever layout the checkpoint was saved in; arguments as in `load.load`.
+
+  Raises:
+    CheckpointError: not a whole checkpoint of this package, or of another architecture.
+  """
+  started = time.monotonic()
+  directory = Path(directory).resolve()
+  stored_cfg, manifest = _read_about(directory, cfg)
+  stored = ParameterTree(registry.abstract(stored_cfg))
+  cfg = stored_experts(cfg, stored_cfg.packs_experts)
+  tree = ParameterTree(registry.abstract(cfg))
+  with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+    archive = _Archive(directory / _ARRAYS, checkpointer)
+    archive.check(stored)
+    if archive.same_shapes(tree):
+      arrays = archive.restore(tree, mesh_shardings)
+    else:
+      restacker = _Restacker(archive, _pieces(tree, stored), tree.values)
+      arrays = place_all(restacker.shapes, restacker, mesh_shardings, progress)
+  held, seconds = held_by_dtype(arrays.values()), time.monotonic() - started
+  report = LoadReport(str(directory), archive.bytes_by_dtype(), held, len(archive.shapes), (), seconds)
+  return Loaded(tree.merge(arrays), report, manifest)
+
+
+class _Archive:
+  """The stored arrays by dotted path.
+
+  Attributes:
+    shapes: path -> shape and dtype of every stored array.
+  """
+
+  def __init__(self, directory: Path, checkpointer: ocp.Checkpointer):
+    self._directory, self._checkpointer = directory, checkpointer
+    try:
+      metadata = checkpointer.metadata(directory).item_metadata.tree
+    except (OSError, ValueError, AttributeError) as error:
+      raise _unreadable(directory, error) from error
+    found = _flat(metadata).items()
+    self.shapes = {path: jax.ShapeDtypeStruct(array.shape, array.dtype) for path, array in found}
+
+  def check(self, expected: ParameterTree) -> None:
+    """Compares with the tree that the configuration promises.
+
+    Raises:
+      CheckpointError: an array is missing, unknown or of another shape.
+    """
+    want = {path: value.shape for path, value in expected.values.items()}
+    have = {path: value.shape for path, value in self.shapes.items()}
+    for path in (*want, *have):
+      if want.get(path) != have.get(path):
+        raise CheckpointError(f"{self._directory}: {path}: expected {want.get(path)}, got {have.get(path)}")
+
+  def same_shapes(self, tree: ParameterTree) -> bool:
+    """Whether `tree` is laid out as the archive is."""
+    shapes = {path: value.shape for path, value in self.shapes.items()}
+    return shapes == {path: value.shape for path, value in tree.values.items()}
+
+  def restore(self, tree: ParameterTree, mesh_shardings: Any) -> dict[str, jax.Array]:
+    """Restores every array in the dtype of `tree`, reading only what devices of this process hold."""
+    shardings = sharding_by_path(mesh_shardings)
+    whole = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    args = {
+      path: ocp.ArrayRestoreArgs(dtype=value.dtype, sharding=shardings.get(path, whole))
+      for path, value in tree.values.items()
+    }
+    item = _nested(dict.fromkeys(tree.values, 0))
+    restore = ocp.args.PyTreeRestore(item=item, restore_args=_nested(args))
+    return self._restore(restore)
+
+  def read(self, paths: list[str]) -> dict[str, np.ndarray]:
+    """Returns some of the arrays on the host."""
+    args = _nested(dict.fromkeys(paths, ocp.RestoreArgs(restore_type=np.ndarray)))
+    item = _nested(dict.fromkeys(paths, 0))
+    restore = ocp.args.PyTreeRestore(item=item, restore_args=args, partial_restore=True)
+    return self._restore(restore)
+
+  def _restore(self, args: ocp.args.PyTreeRestore) -> dict[str, Any]:
+    try:
+      return _flat(self._checkpointer.restore(self._directory, args=args))
+    except (OSError, ValueError) as error:
+      raise _unreadable(self._directory, error) from error
+
+  def bytes_by_dtype(self) -> dict[str, int]:
+    """Sums the stored bytes by dtype."""
+    totals: Counter = Counter()
+    for value in self.shapes.values():
+      totals[str(value.dtype)] += _nbytes(value)
+    return dict(totals)
+
+
+def _unreadable(directory: Path, error: Exception) -> CheckpointError:
+  first_line = str(error).partition("\n")[0]
+  return CheckpointError(f"{directory}: unreadable as an Orbax checkpoint: {first_line[:300]}")
+
+
+def _read_about(directory: Path, cfg: Config) -> tuple[Config, Manifest | None]:
+  """Returns the configuration that the tree was saved under, and the manifest of its published source."""
+  about = read_json(directory / ORBAX_FILE)
+  written = about.get("format") if isinstance(about, dict) else None
+  if written != _FORMAT:
+    raise CheckpointError(f"{directory / ORBAX_FILE}: format {written}, expected {_FORMAT}")
+  stored = from_published(read_json(directory / "config.json"), str(directory / "config.json"))
+  architecture = (
+    key for key, field in Config.model_fields.items() if field.is_required() and key not in _FREE
+  )
+  differing = [
+    f"{key} {getattr(stored, key)} in the checkpoint, {getattr(cfg, key)} in {cfg.model_name}"
+    for key in architecture
+    if getattr(stored, key) != getattr(cfg, key)
+  ]
+  if differing:
+    raise CheckpointError(f"{directory}: checkpoint of another architecture: {'; '.join(differing[:5])}")
+  manifest = about["manifest"] and Manifest.from_json(json.dumps(about["manifest"]))
+  return stored.model_copy(update=about["layout"]), manifest
+
+
+def _pieces(tree: ParameterTree, stored: ParameterTree) -> dict[str, list[Piece]]:
+  """Says for each parameter of `tree` which stored arrays, or rows of them, fill it."""
+  places = {name: (path, row) for name, path, row in stored.numbered()}
+  pieces: dict[str, list[Piece]] = {path: [] for path in tree.values}
+  for name, path, lead in tree.numbered():
+    parts = (name,) if name in places else (f"{name}_packed", f"{name}_scale")
+    stacks = tuple(places[part][0] for part in parts)
+    pieces[path].append(Piece(stacks, places[parts[0]][1], lead))
+  return pieces
+
+
+class _Restacker:
+  """Fills parameters of one depth layout from arrays of another.
+
+  Arrays are read in batches: one by one is slow, all at once would hold the model twice.
+
+  Attributes:
+    shapes: path -> shape of every parameter, in the order in which they have to be asked for.
+  """
+
+  def __init__(self, archive: _Archive, pieces: dict[str, list[Piece]], shapes: dict[str, Any]):
+    self._archive, self._pieces = archive, pieces
+    # as the archive is laid out, so that a stack is read once and its rows handed out
+    self.shapes = {path: shapes[path] for path in sorted(shapes, key=lambda path: pieces[path][0])}
+    self._waiting = list(self.shapes)
+    self._arrays: dict[str, np.ndarray] = {}
+
+  def __call__(self, path: str) -> Fill:
+    """Returns the function from a slice of parameter `path` to a host buffer."""
+    if any(name not in self._arrays for piece in self._pieces[path] for name in piece.stored):
+      self._arrays.clear()
+      self._arrays = self._archive.read(self._next_batch(path))
+    return partial(self._fill, path)
+
+  def _next_batch(self, path: str) -> list[str]:
+    self._waiting = self._waiting[self._waiting.index(path) :]
+    names: dict[str, None] = {}
+    size = 0
+    for waiting in self._waiting:
+      wanted = [n for piece in self._pieces[waiting] for n in piece.stored if n not in names]
+      size += sum(_nbytes(self._archive.shapes[name]) for name in wanted)
+      if names and size > _BATCH_BYTES:
+        break
+      names |= dict.fromkeys(wanted)
+    return list(names)
+
+  def _fill(self, path: str, region: Region) -> np.ndarray:
+    dtype = self.shapes[path].dtype
+    buffer = host_buffer(tuple(part.stop - part.start for part in region), dtype)
+    for piece in self._pieces[path]:
+      if all(part.start <= i < part.stop for i, part in zip(piece.lead, region)):
+        at = tuple(i - part.start for i, part in zip(piece.lead, region))
+        found = [self._arrays[name][piece.row or ...] for name in piece.stored]
+        values = found[0] if len(found) == 1 else unpack(MxFp4(*found), dtype)
+        buffer[at or ...] = values[region[len(piece.lead) :]]
+    return buffer
+
+
+def _nbytes(shape: jax.ShapeDtypeStruct) -> int:
+  return math.prod(shape.shape) * shape.dtype.itemsize
+
+
+def _nested(flat: dict[str, Any]) -> dict[str, Any]:
+  """Returns the tree of dictionaries whose dotted paths are the keys of `flat`."""
+  tree: dict[str, Any] = {}
+  for path, value in flat.items():
+    *parents, name = path.split(".")
+    node = tree
+    for parent in parents:
+      node = node.setdefault(parent, {})
+    node[name] = value
+  return tree
+
+
+def _flat(tree: dict[str, Any], parent: str = "") -> dict[str, Any]:
+  found: dict[str, Any] = {}
+  for name, value in tree.items():
+    path = f"{parent}{name}"
+    found |= _flat(value, f"{path}.") if isinstance(value, dict) else {path: value}
+  return found

@@ -1,0 +1,154 @@
+"""`python -m MaxText.convert SRC DST key=value ...`: checkpoints and configurations, from form to form.
+
+A published directory becomes an Orbax checkpoint and the other way; a config.json becomes a model file and
+the other way. The destination appears whole or not at all. A user's mistake is one line on stderr and exit
+status 2.
+"""
+
+import json
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from MaxText.common.errors import CheckpointError, InputError, UserError
+from MaxText.configs import loader
+from MaxText.configs.options import ConvertOptions
+from MaxText.configs.published import to_published, write_model_file
+from MaxText.configs.schema import Config
+
+if TYPE_CHECKING:
+  from MaxText.checkpoints.report import Loaded
+
+USAGE = "usage: python -m MaxText.convert SRC DST key=value ...   (--help says more)"
+HELP = """usage: python -m MaxText.convert SRC DST key=value ...
+
+  SRC                          DST
+  published directory          Orbax checkpoint (a new directory)
+  Orbax checkpoint             published directory (config.json and safetensors)
+  config.json or any SRC       model file, when DST ends in .yml
+  model file or any SRC        config.json, when DST ends in .json
+
+Every tensor of SRC is used once, or listed as skipped (vision); anything left over or missing stops the
+conversion. Stored types are kept: a bfloat16 checkpoint stays bfloat16, packed experts stay packed. A
+published directory that went through Orbax comes back with the bytes that it had. Tokenizer files are copied.
+
+examples:
+  python -m MaxText.convert ~/Kimi-Linear-48B-A3B-Instruct ~/kimi-linear-orbax scan_layers=true
+  python -m MaxText.convert ~/kimi-linear-orbax ~/exported
+  python -m MaxText.convert ~/Kimi-K3/config.json my-k3.yml
+
+Byte totals go to stderr. Exit status: 0, or 2 for a mistake in what was given; nothing half-written remains.
+
+keys and their defaults:"""
+KEYS = (
+  "scan_layers",
+  "weight_dtype",
+  "expert_weights",
+)  # of the model's keys, those that change what is written
+EXIT_USER_ERROR, EXIT_INTERRUPTED = 2, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+  """Runs the command and returns its exit status."""
+  arguments = list(sys.argv[1:] if arguments is None else arguments)
+  logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+  try:
+    return _command(arguments)
+  except UserError as error:
+    print(f"error: {error}", file=sys.stderr)
+    return EXIT_USER_ERROR
+  except KeyboardInterrupt:
+    print("\ninterrupted", file=sys.stderr)
+    return EXIT_INTERRUPTED
+
+
+def _command(arguments: list[str]) -> int:
+  if {"-h", "--help", "help"} & set(arguments):
+    print("\n".join(_help()))
+    return 0
+  if len(arguments) < 2 or any("=" in name for name in arguments[:2]):
+    print(USAGE, file=sys.stderr)
+    raise InputError("SRC and DST are missing; they come first")
+  source, target, *overrides = arguments
+  if not Path(source).exists() and os.sep in source:
+    raise CheckpointError(f"{source}: no such file or directory")
+  cfg, options = loader.load_command(source, overrides, ConvertOptions)
+  if Path(target).suffix in (".yml", ".yaml", ".json"):
+    _write_config(cfg, Path(target), options)
+  elif not Path(source).is_dir():
+    raise InputError(f"{target}: expected *.yml or *.json, because {source} holds no weights")
+  else:
+    _write_checkpoint(source, _in_stored_dtype(cfg, source, overrides), Path(target), options)
+  return 0
+
+
+def _write_config(cfg: Config, target: Path, options: ConvertOptions) -> None:
+  if target.exists() and not options.overwrite:
+    raise InputError(f"{target}: exists; give overwrite=true to replace it")
+  partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+  try:
+    if target.suffix == ".json":
+      partial.write_text(json.dumps(to_published(cfg), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    else:
+      write_model_file(cfg, partial)
+    partial.replace(target)
+  except OSError as error:
+    raise InputError(f"{target}: cannot be written: {error}") from error
+  finally:
+    partial.unlink(missing_ok=True)
+  print(f"{target}: {cfg.model_name}", file=sys.stderr)
+
+
+def _in_stored_dtype(cfg: Config, source: str, overrides: list[str]) -> Config:
+  """Holds weights in the type that they are stored in, unless the user names one."""
+  from MaxText.checkpoints.directory import stored_dtype
+
+  if any(text.startswith("weight_dtype=") for text in overrides):
+    return cfg
+  return cfg.model_copy(update={"weight_dtype": stored_dtype(source)})
+
+
+def _write_checkpoint(source: str, cfg: Config, target: Path, options: ConvertOptions) -> None:
+  from MaxText.checkpoints.directory import kind
+  from MaxText.checkpoints.load import load
+  from MaxText.checkpoints.orbax_io import save_orbax
+  from MaxText.checkpoints.staging import check_writable
+  from MaxText.checkpoints.write import save_published
+  from MaxText.inference.memory import check_fits
+
+  check_fits(cfg)
+  check_writable(target, options.overwrite)  # before hours of reading
+  if target.resolve() == Path(source).resolve():
+    raise InputError(f"{target}: is the source itself")
+  loaded: Loaded = load(source, cfg)
+  print(loaded.report, file=sys.stderr)
+  if kind(source) == "published":
+    save_orbax(loaded.model, target, manifest=loaded.manifest, companions=source, overwrite=options.overwrite)
+  else:
+    save_published(
+      loaded.model,
+      loaded.model.cfg,
+      target,
+      manifest=loaded.manifest,
+      companions=source,
+      overwrite=options.overwrite,
+      max_shard_bytes=options.max_shard_bytes,
+    )
+  print(f"{target}: written, {kind(target)}", file=sys.stderr)
+
+
+def _help() -> Iterator[str]:
+  """Yields the lines of --help; defaults and meanings are those of base.yml."""
+  yield HELP
+  for line in (loader.CONFIGS / "base.yml").read_text(encoding="utf-8").splitlines():
+    key = re.fullmatch(r"(\w+): (.*?)\s+# (.+)", line)
+    if key and (key[1] in ConvertOptions.model_fields or key[1] in KEYS):
+      yield f"  {key[1] + '=' + key[2].replace('null', ''):<30} {key[3]}"
+
+
+if __name__ == "__main__":
+  sys.exit(main())
