@@ -1,0 +1,178 @@
+"""`python -m MaxText.decode CONFIG key=value ...`: continues prompts with a Kimi model.
+
+Answers go to stdout, as text or as JSON; everything else goes to stderr. A user's mistake is one line on
+stderr and exit status 2. Nothing heavy is imported before the configuration is known to fit this machine.
+"""
+
+import json
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from MaxText.common.errors import InputError, UserError
+from MaxText.configs import loader
+from MaxText.configs.options import DecodeOptions
+from MaxText.configs.schema import Config
+from MaxText.inference.compile_cache import keep_programs
+
+if TYPE_CHECKING:
+  from MaxText.inference.model import Model
+  from MaxText.inference.prompts import Prompt, Request, Settings
+
+USAGE = "usage: python -m MaxText.decode CONFIG key=value ...   (--help lists the keys)"
+HELP = """usage: python -m MaxText.decode CONFIG key=value ...
+
+Continues prompts with a Kimi K3 or Kimi-Linear model.
+
+CONFIG is a model name ({models}), a .yml file, a path inside the package
+(configs/models/kimi-k3.yml), or a checkpoint directory with its own config.json.
+
+examples:
+  python -m MaxText.decode kimi-k3-tiny prompt="def main("
+  python -m MaxText.decode kimi-k3-tiny prompt="import " temperature=0.8 top_p=0.95 seed=7 max_new_tokens=200
+  python -m MaxText.decode DIR prompt_ids=5,7,9 stop_ids=1,2 output=json
+  python -m MaxText.decode kimi-linear-48b-a3b checkpoint=DIR prompts_file=prompts.txt dtype=bfloat16
+
+Answers go to stdout: streamed text for one prompt, a heading and a text for each of several, or with
+output=json one object a line with prompt_ids, token_ids, text, finish_reason (stop | length) and stats.
+A stop token is the last of token_ids and no part of text. Messages, progress and the summary line go to
+stderr. Exit status: 0, or 2 for a mistake in what was given.
+
+Compiled programs are kept below ~/.cache/maxtext-kimi-k3, or in JAX_COMPILATION_CACHE_DIR, and start at
+once the next time.
+
+A line of prompts_file is a prompt; in a .jsonl file it is a string, an array of token ids, or an object
+with prompt or prompt_ids.
+
+keys and their defaults:"""
+EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 2, 130, 141  # 128 + signal number, as shells report it
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+  """Runs the command and returns its exit status."""
+  arguments = list(sys.argv[1:] if arguments is None else arguments)
+  logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+  try:
+    return _command(arguments)
+  except UserError as error:
+    print(f"error: {error}", file=sys.stderr)
+    return EXIT_USER_ERROR
+  except KeyboardInterrupt:
+    print("\ninterrupted", file=sys.stderr)
+    return EXIT_INTERRUPTED
+  except BrokenPipeError:
+    # whoever read stdout has left; flushing what is buffered at exit must not fail again
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return EXIT_BROKEN_PIPE
+
+
+def _command(arguments: list[str]) -> int:
+  if {"-h", "--help", "help"} & set(arguments):
+    print("\n".join(_help()))
+    return 0
+  if not arguments or "=" in arguments[0]:
+    print(USAGE, file=sys.stderr)
+    raise InputError(f"CONFIG is missing; it comes first (models: {', '.join(loader.known_models())})")
+  config, *overrides = arguments
+  cfg, options = loader.load_command(config, overrides, DecodeOptions)
+  decode(config, cfg, options)
+  return 0
+
+
+def decode(config: str, cfg: Config, options: DecodeOptions) -> None:
+  """Answers the prompts of `options` on stdout.
+
+  Args:
+    config: what the user named as configuration.
+    cfg: the model.
+    options: the keys of this command.
+
+  Raises:
+    UserError: something given cannot be served; nothing was written to stdout then.
+  """
+  from MaxText.inference import memory
+
+  memory.check_fits(cfg)  # before the slow imports: a model of terabytes is refused at once
+  from MaxText.inference.prompts import Settings
+
+  prompts = _prompts(options)
+  settings = Settings(
+    max_new_tokens=options.max_new_tokens,
+    temperature=options.temperature,
+    top_k=options.top_k,
+    top_p=options.top_p,
+    seed=options.seed,
+    stop_ids=options.stop_ids,
+  )
+  settings.check(cfg.vocab_size)
+  from MaxText.inference.model import prepare
+  from MaxText.inference.weights import RANDOM
+
+  model, requests = prepare(config, cfg, options, prompts, settings)
+  if model.weights.startswith(RANDOM):
+    print(f"WARNING: {model.weights}: the answer means nothing", file=sys.stderr)
+  write = _write_json if options.output == "json" else _write_text
+  completions = write(model, requests, settings)
+  print(completions[0].stats.summary(), file=sys.stderr)
+
+
+def _prompts(options: DecodeOptions) -> "Sequence[Prompt]":
+  from MaxText.inference.prompts import read_prompts
+
+  if options.prompts_file is not None:
+    return read_prompts(Path(options.prompts_file))
+  given = [value for value in (options.prompt, options.prompt_ids) if value is not None]
+  if not given:
+    raise InputError("no prompt: give prompt=TEXT, prompt_ids=5,7,9 or prompts_file=FILE")
+  return given
+
+
+def _write_json(model: "Model", requests: "Sequence[Request]", settings: "Settings"):
+  completions = model.answer(requests, settings)
+  for completion in completions:
+    print(json.dumps(completion.as_json(), ensure_ascii=False))
+  sys.stdout.flush()
+  return completions
+
+
+def _write_text(model: "Model", requests: "Sequence[Request]", settings: "Settings"):
+  """Streams the only answer, or writes each of several below a heading."""
+  is_stream = len(requests) == 1 and model.tokenizer is not None
+  completions = model.answer(requests, settings, _print_text if is_stream else None)
+  for number, completion in enumerate(completions, 1):
+    if len(completions) > 1:
+      print(f"=== {number} of {len(completions)}")
+    if not is_stream:
+      ids = ",".join(map(str, completion.token_ids))
+      print(ids if completion.text is None else completion.text, end="")
+    print(flush=True)
+  return completions
+
+
+def _print_text(_: int, text: str) -> None:
+  print(text, end="", flush=True)
+
+
+def _help() -> Iterator[str]:
+  """Yields the lines of --help; keys, defaults and meanings are those of base.yml."""
+  yield HELP.format(models=", ".join(loader.known_models()))
+  known = DecodeOptions.model_fields | Config.model_fields
+  heading = None
+  for line in (loader.CONFIGS / "base.yml").read_text(encoding="utf-8").splitlines():
+    if section := re.fullmatch(r"# -+ (.+?) -+", line):
+      heading = f"\n  {section[1]}"
+    elif (key := re.fullmatch(r"(\w+): (.*?)\s+# (.+)", line)) and key[1] in known:
+      if heading:
+        yield heading
+        heading = None
+      yield f"    {key[1] + '=' + key[2].replace('null', ''):<26} {key[3]}"
+  yield "\nEvery key of a model file may be given too, for example base_num_decoder_layers=4."
+
+
+if __name__ == "__main__":
+  keep_programs(os.environ)
+  sys.exit(main())

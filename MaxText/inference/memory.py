@@ -1,0 +1,88 @@
+"""Whether a model fits this machine, asked before anything of it is allocated."""
+
+import os
+from pathlib import Path
+
+import jax
+
+from MaxText.common.errors import InputError
+from MaxText.configs import counts
+from MaxText.configs.schema import Config
+
+_MXFP4_BYTES = 17 / 32  # of one value: half a byte and its share of a scale
+_ITEM = {"float32": 4, "bfloat16": 2}
+_LENGTH_BYTES = 4
+GIB = 2**30
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def check_fits(cfg: Config, batch: int = 1, capacity: int = 1) -> None:
+  """Refuses a model that is larger than the memory at hand.
+
+  Args:
+    cfg: the model and the dtypes to hold.
+    batch: rows that decode together.
+    capacity: cache slots of each row.
+
+  Raises:
+    InputError: with what is needed and what there is.
+  """
+  weights, caches = weight_bytes(cfg), cache_bytes(cfg, batch, capacity)
+  held, place = available_bytes()
+  if weights + caches > held:
+    raise InputError(
+      f"{cfg.model_name}: too large for this machine: needs {_gib(weights + caches)} "
+      f"({_gib(weights)} weights, {_gib(caches)} caches), available {_gib(held)} of {place}"
+    )
+
+
+def weight_bytes(cfg: Config) -> int:
+  """Returns the bytes of the parameters as they stay in memory."""
+  size = counts.count(cfg)
+  item = _ITEM[cfg.parameter_dtype]
+  stored = size.bytes_by_dtype
+  plain = stored.get("F32", 0) + stored.get("BF16", 0) // 2 * item
+  if cfg.packs_experts:
+    return plain + size.packed_expert_bytes
+  return plain + int(size.packed_expert_bytes / _MXFP4_BYTES) * item
+
+
+def cache_bytes(cfg: Config, batch: int, capacity: int) -> int:
+  """Returns the bytes of the caches of `batch` rows of `capacity` slots: the layouts of `layers.cache`."""
+  item, H, K = _ITEM[cfg.dtype], cfg.kda_num_heads, cfg.kda_head_dim
+  window = (cfg.short_conv_kernel_size - 1) * 3 * H * K * item
+  state = H * K * K * _ITEM["float32"]
+  latents = capacity * cfg.latent_width * item + _LENGTH_BYTES
+  full = len(cfg.full_attn_layers)
+  return batch * ((cfg.base_num_decoder_layers - full) * (window + state) + full * latents)
+
+
+def available_bytes() -> tuple[int, str]:
+  """Returns the bytes that the default backend can still allocate, and what they are called."""
+  devices = jax.local_devices()
+  if devices[0].platform == "cpu":
+    return host_bytes(), "host memory"
+  stats = [device.memory_stats() or {} for device in devices]
+  free = sum(each.get("bytes_limit", 0) - each.get("bytes_in_use", 0) for each in stats)
+  return free, f"{devices[0].device_kind} memory"
+
+
+def host_bytes() -> int:
+  """Returns the bytes of host memory that are free or can be freed, within the limit of a container."""
+  limits = [int(text) for path in _CGROUP_LIMITS if (text := _read(path).strip()).isdigit()]
+  lines = (line.split() for line in _read("/proc/meminfo").splitlines())
+  available = [int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:"]
+  if not available:  # no Linux: all that is installed is the best known bound
+    available = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+  return min(available + limits)
+
+
+def _read(path: str) -> str:
+  try:
+    return Path(path).read_text(encoding="ascii")
+  except OSError:
+    return ""
+
+
+def _gib(count: int) -> str:
+  return f"{count / GIB:,.1f} GiB"

@@ -1,0 +1,118 @@
+"""Finds the weights and the tokenizer of a model: a checkpoint, the package's own, or random numbers."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from flax import nnx
+
+from MaxText.checkpoints import load
+from MaxText.checkpoints.directory import kind
+from MaxText.common.errors import CheckpointError
+from MaxText.configs import loader
+from MaxText.configs.schema import Config
+from MaxText.models import registry
+from MaxText.tokenizers.kimi import KimiTokenizer
+from MaxText.tokenizers.registry import has_tokenizer, load_tokenizer
+
+RANDOM = "random weights"
+MOST_NAMED = 4  # differences that one message spells out
+ASSETS = Path(__file__).parent.parent / "assets"
+
+# what a checkpoint's own configuration may state differently without a weight changing its meaning
+_FREE = {
+  "model_name",
+  "max_position_embeddings",
+  "initializer_range",
+  "expert_quantization",
+  "bos_token_id",
+  "eos_token_id",
+  "pad_token_id",
+}
+
+
+class Source(NamedTuple):
+  """Where weights come from.
+
+  Attributes:
+    directory: a checkpoint, or None for random weights.
+    note: why, where the user did not say.
+  """
+
+  directory: Path | None
+  note: str = ""
+
+
+def find(cfg: Config, checkpoint: str | None, config: str | None = None) -> Source:
+  """Decides where the weights come from, reading no tensor.
+
+  Args:
+    cfg: the architecture.
+    checkpoint: what the user named, or None.
+    config: what the user named as configuration; a checkpoint directory serves as both.
+
+  Returns:
+    the named checkpoint; else the directory that the configuration lies in, if it holds weights; else the
+    package's own checkpoint of that model, if it fits; else random weights.
+
+  Raises:
+    CheckpointError: the named checkpoint does not exist or is of another architecture.
+  """
+  if checkpoint is not None:
+    directory = Path(checkpoint)
+    if not directory.is_dir():
+      raise CheckpointError(f"checkpoint: {checkpoint}: no such directory")
+    if kind(directory) is None:
+      raise CheckpointError(f"checkpoint: {checkpoint}: holds no whole checkpoint, published or Orbax")
+    if differing := differences(cfg, directory):
+      raise CheckpointError(
+        f"checkpoint: {checkpoint}: another architecture than the configuration: {differing}"
+      )
+    return Source(directory)
+  if config is not None and (file := loader.find(config)).name == "config.json" and kind(file.parent):
+    return Source(file.parent)
+  bundled = ASSETS / cfg.model_name
+  if kind(bundled) is None:
+    return Source(None, "no checkpoint= was given")
+  if differing := differences(cfg, bundled):
+    return Source(None, f"the package's {cfg.model_name} has another architecture: {differing}")
+  return Source(bundled)
+
+
+def differences(cfg: Config, directory: Path) -> str:
+  """Says where `cfg` and a checkpoint's own config.json state another architecture; empty where nowhere."""
+  if not (directory / "config.json").is_file():
+    return ""
+  own = loader.load(directory / "config.json")
+  keys = [key for key, field in Config.model_fields.items() if field.is_required() and key not in _FREE]
+  pairs = ((key, getattr(own, key), getattr(cfg, key)) for key in keys)
+  named = [f"{key} {theirs} there, {ours} here" for key, theirs, ours in pairs if theirs != ours]
+  more = f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
+  return "; ".join(named[:MOST_NAMED]) + more
+
+
+def read_tokenizer(cfg: Config, source: Source) -> KimiTokenizer | None:
+  """Returns the tokenizer beside the weights, or None where there is none.
+
+  Raises:
+    CheckpointError: the vocabulary is damaged, or of another size than the model's.
+  """
+  if source.directory is not None and has_tokenizer(source.directory):
+    return load_tokenizer(source.directory, cfg.vocab_size)
+  return None
+
+
+def read_decoder(cfg: Config, source: Source, seed: int = 0) -> tuple[nnx.Module, str]:
+  """Returns the decoder with its weights, and in words where they came from.
+
+  Args:
+    cfg: the architecture and the dtypes to hold.
+    source: from `find`.
+    seed: of random weights.
+
+  Raises:
+    CheckpointError: the checkpoint is damaged or does not fit.
+  """
+  if source.directory is None:
+    return registry.build(cfg, nnx.Rngs(seed)), f"{RANDOM}, seed {seed} ({source.note})"
+  loaded = load.load(source.directory, cfg)
+  return loaded.model, str(source.directory)

@@ -1,0 +1,51 @@
+"""Sizes are those of the arrays that a model really has, from the configuration alone."""
+
+import os
+
+import jax
+import pytest
+from flax import nnx
+
+from MaxText.common.errors import InputError
+from MaxText.inference import memory
+from MaxText.models import registry
+from MaxText.models.kimi_k3 import init_cache
+from tests.small import k3_config, kimi_linear_config
+
+CONFIGS = {
+  "k3": k3_config(),
+  "k3-dequantized": k3_config(expert_quantization="mxfp4", expert_weights="dequantized"),
+  "k3-packed-bfloat16": k3_config(expert_quantization="mxfp4", dtype="bfloat16"),
+  "kimi-linear": kimi_linear_config(weight_dtype="bfloat16"),
+}
+
+
+def nbytes(tree):
+  return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize("cfg", CONFIGS.values(), ids=CONFIGS.keys())
+def test_weight_bytes_are_those_of_the_parameters(cfg):
+  held = nbytes(nnx.state(registry.abstract(cfg)))
+  # counted as stored: the padding of A_log is in the file and not in memory
+  assert held <= memory.weight_bytes(cfg) <= held * 1.001
+
+
+@pytest.mark.parametrize("cfg", CONFIGS.values(), ids=CONFIGS.keys())
+def test_cache_bytes_are_those_of_the_caches(cfg):
+  caches = jax.eval_shape(lambda: init_cache(cfg, registry.layer_plan(cfg), 3, 40))
+  assert memory.cache_bytes(cfg, 3, 40) == nbytes(caches)
+
+
+def test_what_does_not_fit_is_refused_with_the_sizes(monkeypatch):
+  cfg = k3_config()
+  monkeypatch.setattr(memory, "available_bytes", lambda: (2 * memory.weight_bytes(cfg), "test memory"))
+  memory.check_fits(cfg)
+  with pytest.raises(
+    InputError, match=r"too large for this machine: needs .* GiB caches\), available .* of test"
+  ):
+    memory.check_fits(cfg, batch=10_000, capacity=1000)
+
+
+def test_host_memory_is_within_what_is_installed():
+  assert 0 < memory.host_bytes() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,286 @@
+"""`python -m MaxText.decode` as a user meets it: answers, streams, JSON, and one line for each mistake."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+import MaxText
+from MaxText import decode
+from MaxText.configs.options import DecodeOptions
+from MaxText.inference.model import Model
+from MaxText.tokenizers.registry import load_tokenizer
+from tests.reference.generator import k3_config_json, write_checkpoint
+
+ORACLE = Path(__file__).resolve().parents[2] / "shared" / "fixtures" / "k3-oracle"
+TOKENIZER = Path(MaxText.__file__).parent / "assets" / "kimi-k3-tiny"
+VOCAB = 1024
+TEXTS = ["def main(", "x", "尼罗河 😀 naïve = 1\\n" * 3]
+ARGS = ["max_new_tokens=12", "prefill_chunk=16", "max_target_length=128"]  # one set of shapes
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs(tmp_path_factory):
+  """Keeps compiled programs on disk for this module: each run of the command is a new model."""
+  jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("programs")))
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+  compilation_cache.reset_cache()
+  yield
+  jax.config.update("jax_compilation_cache_dir", None)
+  compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+  """Two layers with a tokenizer: a dense KDA layer and an MLA layer with packed experts."""
+  special = dict(bos_token_id=768, eos_token_id=770, pad_token_id=1023)
+  config = k3_config_json(num_hidden_layers=2, full_attn_layers=(2,), vocab_size=VOCAB, **special)
+  directory = write_checkpoint(tmp_path_factory.mktemp("checkpoint"), config, seed=5)
+  for name in ("tiktoken.model", "tokenizer_config.json"):
+    shutil.copy(TOKENIZER / name, directory)
+  return directory
+
+
+@pytest.fixture
+def run(capsys):
+  """Runs the command in this process: status, stdout, stderr."""
+
+  def command(*arguments):
+    status = decode.main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+  return command
+
+
+@pytest.fixture
+def answers(run):
+  """Runs the command for JSON and returns its objects."""
+
+  def command(*arguments):
+    status, out, err = run(*arguments, "output=json")
+    assert status == 0, err
+    return [json.loads(line) for line in out.splitlines()]
+
+  return command
+
+
+# --- answers ----------------------------------------------------------------------------------------------
+
+
+def test_greedy_decode_gives_the_reference_tokens(answers, tmp_path):
+  if not ORACLE.is_dir():
+    pytest.skip(f"the oracle checkpoint is not at {ORACLE}")
+  reference = json.loads((ORACLE / "reference_tokens.json").read_text())
+  whole = [case["prompt_and_continuation"] for case in reference.values()]
+  lengths = {"short": 8, "chunk": 40}
+  prompts = tmp_path / "prompts.jsonl"
+  prompts.write_text("".join(f"{ids[:n]}\n" for ids, n in zip(whole, lengths.values())))
+  got = answers(ORACLE, f"prompts_file={prompts}", "max_new_tokens=8", "prefill_chunk=16")
+  for answer, ids, n in zip(got, whole, lengths.values()):
+    assert answer["prompt_ids"] == ids[:n]
+    assert answer["token_ids"][: len(ids) - n] == ids[n:]
+    assert (answer["text"], answer["finish_reason"]) == (None, "length")
+
+
+def test_json_has_one_object_a_prompt_with_its_figures(answers, checkpoint, tmp_path):
+  prompts = tmp_path / "prompts.txt"
+  prompts.write_text("\n".join(TEXTS) + "\n")
+  got = answers(checkpoint, f"prompts_file={prompts}", *ARGS)
+  tokenizer = load_tokenizer(checkpoint, VOCAB)
+  assert [set(answer) for answer in got] == [
+    {"prompt_ids", "token_ids", "text", "finish_reason", "stats"}
+  ] * len(TEXTS)
+  for text, answer in zip(TEXTS, got):
+    assert answer["prompt_ids"] == tokenizer.encode(text)
+    stats = answer["stats"]
+    assert stats["prompt_tokens"] == len(answer["prompt_ids"])
+    assert stats["new_tokens"] == len(answer["token_ids"]) <= 12
+    assert stats["prompts"] == 3 and stats["weights"] == str(checkpoint)
+    assert stats["decode_tokens_per_second"] > 0 < stats["prefill_tokens_per_second"]
+    assert {"kda", "mla", "short_conv"} <= stats["implementations"].keys()
+
+
+@pytest.mark.parametrize("sampling", [(), ("temperature=0.9", "top_k=40", "top_p=0.9", "seed=3")])
+def test_a_prompt_of_a_batch_is_answered_as_if_alone(answers, checkpoint, tmp_path, sampling):
+  prompts = tmp_path / "prompts.txt"
+  prompts.write_text("\n".join(TEXTS))
+  together = answers(checkpoint, f"prompts_file={prompts}", *ARGS, *sampling)
+  [alone] = answers(checkpoint, f"prompt={TEXTS[0]}", *ARGS, *sampling)
+  assert alone["token_ids"] == together[0]["token_ids"]
+
+
+def test_one_seed_gives_one_text(answers, checkpoint):
+  args = (checkpoint, "prompt=x", *ARGS, "temperature=1")
+  first, again, other = (answers(*args, f"seed={seed}")[0]["token_ids"] for seed in (1, 1, 2))
+  assert first == again != other
+
+
+def test_a_stop_token_ends_the_answer_and_is_no_part_of_the_text(answers, checkpoint):
+  args = (checkpoint, "prompt=def main(", *ARGS)
+  [free] = answers(*args)
+  ids = free["token_ids"]
+  stop = next(token for token in ids[2:] if token not in ids[:2])
+  [stopped] = answers(*args, f"stop_ids={stop},1")
+  end = ids.index(stop) + 1
+  assert stopped["token_ids"] == ids[:end] and stopped["finish_reason"] == "stop"
+  assert stopped["text"] == load_tokenizer(checkpoint, VOCAB).decode(ids[: end - 1], skip_special=True)
+  assert free["finish_reason"] == "length"
+
+
+def test_text_of_one_prompt_streams_what_json_says(run, answers, checkpoint, monkeypatch):
+  pieces = []
+  show = decode._print_text
+  monkeypatch.setattr(decode, "_print_text", lambda index, text: (pieces.append(text), show(index, text)))
+  args = (checkpoint, f"prompt={TEXTS[2]}", *ARGS, "temperature=1")
+  status, out, err = run(*args)
+  assert status == 0 and out == answers(*args)[0]["text"] + "\n"
+  assert len(pieces) > 1 and "".join(pieces) + "\n" == out
+  summary = err.splitlines()[-1]
+  for part in ("new 12 tokens", "prefill", "decode", "tok/s", "kda=", f"weights: {checkpoint}"):
+    assert part in summary
+
+
+def test_texts_of_several_prompts_stand_below_headings(run, checkpoint, tmp_path):
+  prompts = tmp_path / "prompts.txt"
+  prompts.write_text("\n".join(TEXTS))
+  status, out, _ = run(checkpoint, f"prompts_file={prompts}", *ARGS)
+  assert status == 0
+  assert [line for line in out.splitlines() if line.startswith("===")] == [
+    f"=== {number} of 3" for number in (1, 2, 3)
+  ]
+
+
+def test_without_a_checkpoint_random_weights_are_said_in_plain_sight(run, checkpoint, tmp_path):
+  shutil.copy(checkpoint / "config.json", tmp_path)
+  status, out, err = run(tmp_path, "prompt_ids=5,7", *ARGS)
+  assert status == 0 and len(out.split(",")) == 12
+  assert "WARNING: random weights" in err and "weights: random weights" in err.splitlines()[-1]
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------
+
+IDS = "prompt_ids=5"
+MISTAKES = {
+  "no prompt": ((), "no prompt: give prompt=TEXT"),
+  "two prompts": (("prompt=x", IDS), "exclude each other"),
+  "empty prompt": (("prompt=",), "prompt: empty prompt"),
+  "no ids": (("prompts_file=/nowhere/x.txt",), "/nowhere/x.txt: No such file"),
+  "unknown id": (("prompt_ids=5,1024",), "token id 1024: outside the vocabulary, expected 0 to 1023"),
+  "unknown key": ((IDS, "tempreture=1"), "unknown key, did you mean 'temperature'?"),
+  "wrong type": ((IDS, "max_new_tokens=many"), "max_new_tokens: got 'many', expected a whole number > 0"),
+  "no new tokens": ((IDS, "max_new_tokens=0"), "max_new_tokens: got 0"),
+  "top_p=0": ((IDS, "top_p=0"), "top_p: got 0, expected a number > 0 and <= 1"),
+  "top_p>1": ((IDS, "top_p=1.5"), "top_p: got 1.5"),
+  "cold": ((IDS, "temperature=-1"), "temperature: got -1"),
+  "large seed": ((IDS, "seed=4294967296"), "seed: got 4294967296"),
+  "unknown stop id": ((IDS, "stop_ids=5000"), "stop_ids: token id 5000"),
+  "no value": ((IDS, "top_k"), "top_k: expected key=value"),
+  "too long": (
+    ("prompt_ids=1,2,3,4,5,6", "max_target_length=6"),
+    "prompt has 6 tokens, but the context holds 6",
+  ),
+  "no checkpoint": ((IDS, "checkpoint=/nowhere"), "checkpoint: /nowhere: no such directory"),
+  "no weights": ((IDS, f"checkpoint={Path(__file__).parent}"), "holds no whole checkpoint"),
+  "another vocabulary": (
+    (IDS, "vocab_size=1025"),
+    "wrong vocabulary, expected 1025 ids as the model has, got 1024",
+  ),
+  "another shape": ((IDS, "base_mlp_dim=96"), "mlp.gate_proj.weight (expected [96, 64], got [80, 64])"),
+}
+
+
+@pytest.mark.parametrize("arguments, message", MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake_is_one_line_and_status_2(run, checkpoint, arguments, message):
+  status, out, err = run(checkpoint, *arguments)
+  assert (status, out) == (2, "")
+  assert err.startswith("error: ") and err.count("\n") == 1
+  assert message in err
+
+
+def test_a_missing_configuration_shows_the_usage(run):
+  for arguments in ((), ("prompt=x",)):
+    status, out, err = run(*arguments)
+    assert (status, out) == (2, "")
+    assert err.startswith("usage: python -m MaxText.decode CONFIG") and "kimi-k3-tiny" in err
+  status, _, err = run("kimi-k3-tony", "prompt=x")
+  assert status == 2 and "did you mean 'kimi-k3-tiny'?" in err
+
+
+def test_a_checkpoint_of_another_architecture_is_refused_by_name(run, checkpoint):
+  status, _, err = run("kimi-k3-tiny", IDS, f"checkpoint={checkpoint}")
+  assert status == 2 and "base_num_decoder_layers 2 there, 9 here" in err
+
+
+def test_a_config_that_lacks_an_architecture_key_is_refused(run, checkpoint, tmp_path):
+  config = json.loads((checkpoint / "config.json").read_text())
+  del config["text_config"]["activation_situ_beta"]
+  (tmp_path / "config.json").write_text(json.dumps(config))
+  status, out, err = run(tmp_path, IDS)
+  assert (status, out) == (2, "") and "missing architecture key text_config.activation_situ_beta" in err
+
+
+def test_a_truncated_file_is_refused(run, checkpoint, tmp_path):
+  for path in checkpoint.iterdir():
+    (tmp_path / path.name).write_bytes(path.read_bytes()[: -100 if path.suffix == ".safetensors" else None])
+  status, out, err = run(tmp_path, IDS)
+  assert (status, out) == (2, "") and err.count("\n") == 1 and "model.safetensors" in err
+
+
+def test_an_interrupt_is_no_traceback(run, checkpoint, monkeypatch):
+  def interrupt(*_):
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(Model, "answer", interrupt)
+  status, _, err = run(checkpoint, IDS)
+  assert status == 130 and err.endswith("interrupted\n")
+
+
+# --- the command itself -----------------------------------------------------------------------------------
+
+
+def test_help_explains_every_key(run):
+  status, out, _ = run("--help")
+  assert status == 0
+  for key in DecodeOptions.model_fields:
+    assert f" {key}=" in out
+  assert "examples:" in out and "max_shard_bytes" not in out
+
+
+PROBE = """
+import sys, time
+import MaxText
+assert "jax" not in sys.modules and "numpy" not in sys.modules
+start = time.perf_counter()
+from MaxText import decode
+print(time.perf_counter() - start)
+start = time.perf_counter()
+status = decode.main(["kimi-k3", "prompt=x"])
+print(time.perf_counter() - start)
+import MaxText.inference.model
+heavy = {"maxtext", "torch", "tensorflow", "orbax.checkpoint", "tokamax", "transformers"}
+print(sorted(heavy & set(sys.modules)))
+sys.exit(status)
+"""
+
+
+def test_the_command_imports_fast_and_refuses_a_model_of_terabytes_at_once():
+  done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=60)
+  importing, refusing, heavy = done.stdout.splitlines()
+  assert float(importing) < 3
+  assert float(refusing) < 5  # about one second on an idle machine
+  assert heavy == "[]"
+  assert done.returncode == 2
+  assert done.stderr.startswith("error: kimi-k3: too large for this machine: needs 1,55")
+
+
+def test_a_reader_that_leaves_is_no_traceback(checkpoint):
+  command = [sys.executable, "-m", "MaxText.decode", "--help"]
+  with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    process.stdout.close()
+    assert "Traceback" not in process.stderr.read()
