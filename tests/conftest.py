@@ -10,9 +10,14 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_p
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest  # noqa: E402  (JAX reads the environment once)
+from jaxtyping import install_import_hook  # noqa: E402
 
+# modules whose annotated shapes and types are checked at every call
+CHECKED = ("kernels.kda", "kernels.mla", "kernels.short_conv", "layers", "models")
 ON_REQUEST = ("slow", "peer", "accelerator")
 FIXTURES = Path(__file__).parents[2] / "shared" / "fixtures"
+
+install_import_hook([f"MaxText.{name}" for name in CHECKED], "beartype.beartype")
 
 
 def pytest_addoption(parser):
