@@ -5,12 +5,14 @@ which case `row` says whose turn it is. Pools are carried whole and written by i
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 Row = Int[Array, ""] | None
+Leaf = Any  # an array, or what JAX puts in its place: a shape, a sharding, a tracer
 
 
 @jax.tree_util.register_dataclass
@@ -23,18 +25,18 @@ class KdaCache:
     state: [B, H, K, V] recurrent memory, float32.
   """
 
-  conv: Float[Array, "*C B W 3 HK"]
-  state: Float[Array, "*C B H K V"]
+  conv: Leaf
+  state: Leaf
 
   def read(self, row: Row) -> "KdaCache":
     """Returns this layer's own memory."""
-    return self if row is None else jax.tree.map(lambda pool: pool[row], self)
+    return self if row is None else _take(self, row)
 
   def write(self, row: Row, new: "KdaCache") -> "KdaCache":
     """Replaces this layer's memory by `new`, keeping the stored dtypes."""
     if row is None:
       return jax.tree.map(lambda old, value: value.astype(old.dtype), self, new)
-    return jax.tree.map(lambda pool, value: pool.at[row].set(value.astype(pool.dtype)), self, new)
+    return jax.tree.map(lambda pool, value: _replace(pool, value, row), self, new)
 
 
 @jax.tree_util.register_dataclass
@@ -47,12 +49,13 @@ class MlaCache:
     length: [B] int32, tokens held by each row, 0 <= length <= S.
   """
 
-  latent: Float[Array, "*C B S RP"]
-  length: Int[Array, "*C B"]
+  latent: Leaf
+  length: Leaf
 
   def prefix(self, row: Row) -> tuple[Float[Array, "B S RP"], Int[Array, "B"]]:
     """Returns this layer's latents [B, S, R+P] and lengths [B], read-only."""
-    return (self.latent, self.length) if row is None else (self.latent[row], self.length[row])
+    own = self if row is None else _take(self, row)
+    return own.latent, own.length
 
   def append(
     self, new: Float[Array, "B T RP"], segment_ids: Int[Array, "B T"] | None, row: Row
@@ -68,13 +71,23 @@ class MlaCache:
     """
     B, T, _ = new.shape
     S = self.latent.shape[-2]
-    length = self.prefix(row)[1]
+    latent, length = self.prefix(row)
     slot, total = _slots(length, T, segment_ids)
     slot = jnp.where(slot < 0, S, slot)  # past the end: dropped
-    index = (jnp.arange(B)[:, None], slot) if row is None else (row, jnp.arange(B)[:, None], slot)
-    latent = self.latent.at[index].set(new.astype(self.latent.dtype), mode="drop")
-    total = jnp.minimum(total, S)
-    return MlaCache(latent, total if row is None else self.length.at[row].set(total))
+    latent = latent.at[jnp.arange(B)[:, None], slot].set(new.astype(latent.dtype), mode="drop")
+    own = MlaCache(latent, jnp.minimum(total, S))
+    # one slice goes back: scattered tokens of a carried pool made XLA:CPU copy the whole pool, twice a layer
+    return own if row is None else jax.tree.map(lambda pool, value: _replace(pool, value, row), self, own)
+
+
+def _take[Cache: (KdaCache, MlaCache)](pools: Cache, row: Int[Array, ""]) -> Cache:
+  """One layer's slice of every pool."""
+  # the barrier makes it a value of its own: read again behind the write, XLA would copy the whole pool first
+  return jax.lax.optimization_barrier(jax.tree.map(lambda pool: pool[row], pools))
+
+
+def _replace(pool: Array, value: Array, row: Int[Array, ""]) -> Array:
+  return jax.lax.dynamic_update_index_in_dim(pool, value.astype(pool.dtype), row, axis=0)
 
 
 def _slots(

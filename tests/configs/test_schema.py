@@ -55,6 +55,7 @@ def test_a_contradiction_names_who_stated_the_key():
     ["hidden_act=silu", "activation_situ_beta=null", "activation_situ_linear_beta=null"],
     ["attn_res_block_size=null"],
     ["attn_res_block_size=100"],
+    ["activation_situ_linear_beta=null"],
     ["shared_experts=0", "qk_rope_head_dim=0"],
   ],
 )

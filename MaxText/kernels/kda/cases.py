@@ -5,8 +5,8 @@ Dims: B batch, T new tokens, H heads, K key width, V value width.
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float32
 
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 129, 200)
@@ -49,19 +49,23 @@ def random_inputs(
     correlation: share of one common direction in all keys of a head, in [0, 1).
   """
   B, T, H, K, V = shape
-  keys = jax.random.split(jax.random.key(seed), 7)
-  common = jax.random.normal(keys[0], (B, 1, H, K))
-  k = correlation * common + (1 - correlation) * jax.random.normal(keys[1], (B, T, H, K))
-  slope = jnp.exp(jnp.linspace(0, 0.7, H))[:, None]
-  return KdaInputs(
-    q=_unit(jax.random.normal(keys[2], (B, T, H, K))) * K**-0.5,
+  draw = np.random.default_rng(seed).standard_normal
+  k = correlation * draw((B, 1, H, K)) + (1 - correlation) * draw((B, T, H, K))
+  slope = np.exp(np.linspace(0, 0.7, H))[:, None]
+  arrays = KdaInputs(
+    q=_unit(draw((B, T, H, K))) * K**-0.5,
     k=_unit(k),
-    v=jax.random.normal(keys[3], (B, T, H, V)),
-    log_decay=-5 * jax.nn.sigmoid(slope * (jax.random.normal(keys[4], (B, T, H, K)) + shift)),
-    beta=jax.nn.sigmoid(jax.random.normal(keys[5], (B, T, H)) + 1),
-    state=jax.random.normal(keys[6], (B, H, K, V)),
+    v=draw((B, T, H, V)),
+    log_decay=-5 * _sigmoid(slope * (draw((B, T, H, K)) + shift)),
+    beta=_sigmoid(draw((B, T, H)) + 1),
+    state=draw((B, H, K, V)),
   )
+  return KdaInputs(*(jnp.asarray(x, jnp.float32) for x in arrays))
 
 
 def _unit(x):
-  return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+  return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
+
+def _sigmoid(x):
+  return 1 / (1 + np.exp(-x))

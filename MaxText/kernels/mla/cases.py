@@ -5,7 +5,8 @@ Dims: B batch, T new tokens, S cache slots, H heads, N nope width, P tail width,
 
 from typing import NamedTuple
 
-import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float32
 
 LENGTHS = (1, 2, 17, 40)
@@ -36,11 +37,12 @@ class MlaInputs(NamedTuple):
 
 def random_inputs(B: int, T: int, *, H: int, N: int, P: int, R: int, V: int, seed: int = 0) -> MlaInputs:
   """Draws inputs with scores of order 1 under a scale of (N + P)**-0.5."""
-  keys = jax.random.split(jax.random.key(seed), 5)
-  return MlaInputs(
-    q_nope=jax.random.normal(keys[0], (B, T, H, N)),
-    q_tail=jax.random.normal(keys[1], (B, T, H, P)),
-    latent=jax.random.normal(keys[2], (B, T, R + P)),
-    w_uk=jax.random.normal(keys[3], (H, N, R)) * R**-0.5,
-    w_uv=jax.random.normal(keys[4], (H, V, R)) * R**-0.5,
+  draw = np.random.default_rng(seed).standard_normal
+  arrays = MlaInputs(
+    q_nope=draw((B, T, H, N)),
+    q_tail=draw((B, T, H, P)),
+    latent=draw((B, T, R + P)),
+    w_uk=draw((H, N, R)) * R**-0.5,
+    w_uv=draw((H, V, R)) * R**-0.5,
   )
+  return MlaInputs(*(jnp.asarray(x, jnp.float32) for x in arrays))
