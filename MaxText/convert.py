@@ -82,7 +82,8 @@ def _command(arguments: list[str]) -> int:
   elif not Path(source).is_dir():
     raise InputError(f"{target}: expected *.yml or *.json, because {source} holds no weights")
   else:
-    _write_checkpoint(source, _in_stored_dtype(cfg, source, overrides), Path(target), options)
+    asked = any(text.startswith("weight_dtype=") for text in overrides)
+    _write_checkpoint(source, cfg if asked else _in_stored_dtype(cfg, source), Path(target), options, asked)
   return 0
 
 
@@ -103,16 +104,15 @@ def _write_config(cfg: Config, target: Path, options: ConvertOptions) -> None:
   print(f"{target}: {cfg.model_name}", file=sys.stderr)
 
 
-def _in_stored_dtype(cfg: Config, source: str, overrides: list[str]) -> Config:
-  """Holds weights in the type that they are stored in, unless the user names one."""
+def _in_stored_dtype(cfg: Config, source: str) -> Config:
+  """Holds weights in the type that they are stored in."""
   from MaxText.checkpoints.directory import stored_dtype
 
-  if any(text.startswith("weight_dtype=") for text in overrides):
-    return cfg
   return cfg.model_copy(update={"weight_dtype": stored_dtype(source)})
 
 
-def _write_checkpoint(source: str, cfg: Config, target: Path, options: ConvertOptions) -> None:
+def _write_checkpoint(source: str, cfg: Config, target: Path, options: ConvertOptions, casts: bool) -> None:
+  """Reads `source` and writes the other form; `casts` writes matrices in cfg's type, not the stored one."""
   from MaxText.checkpoints.directory import kind
   from MaxText.checkpoints.load import load
   from MaxText.checkpoints.orbax_io import save_orbax
@@ -121,9 +121,11 @@ def _write_checkpoint(source: str, cfg: Config, target: Path, options: ConvertOp
   from MaxText.inference.memory import check_fits
 
   check_fits(cfg)
-  check_writable(target, options.overwrite)  # before hours of reading
   if target.resolve() == Path(source).resolve():
     raise InputError(f"{target}: is the source itself")
+  if target.resolve() in Path(source).resolve().parents:
+    raise InputError(f"{target}: holds the source, which replacing it would delete")
+  check_writable(target, options.overwrite)  # before hours of reading
   loaded: Loaded = load(source, cfg)
   print(loaded.report, file=sys.stderr)
   if kind(source) == "published":
@@ -135,6 +137,7 @@ def _write_checkpoint(source: str, cfg: Config, target: Path, options: ConvertOp
       target,
       manifest=loaded.manifest,
       companions=source,
+      weight_dtype=cfg.parameter_dtype if casts else None,
       overwrite=options.overwrite,
       max_shard_bytes=options.max_shard_bytes,
     )

@@ -3,13 +3,16 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from MaxText.checkpoints.reader import is_published, open_published, read_json
+from MaxText.common.errors import CheckpointError
 from MaxText.configs.published import from_published, to_published
 from MaxText.configs.schema import Config
 
 ORBAX_FILE = "orbax_checkpoint.json"  # written last, so its presence says that the checkpoint is whole
+ORBAX_FORMAT = 1
+_ORBAX_LAYOUT = {"scan_layers", "expert_weights", "dtype", "weight_dtype"}
 COMPANIONS = (
   "tiktoken.model",
   "tokenizer_config.json",
@@ -35,11 +38,28 @@ def stored_dtype(directory: str | Path) -> Literal["float32", "bfloat16"]:
     CheckpointError: no checkpoint there, or an unreadable one.
   """
   if kind(directory) == "orbax":
-    return read_json(Path(directory) / ORBAX_FILE)["layout"]["weight_dtype"]
+    return read_orbax_file(Path(directory))["layout"]["weight_dtype"]
   wide = ("A_log", "dt_bias", "conv1d.weight", "o_norm.weight", "e_score_correction_bias")
   entries = open_published(directory).entries.values()
   matrices = {entry.dtype for entry in entries if not entry.name.endswith(wide)} - {"U8"}
   return "bfloat16" if matrices == {"BF16"} else "float32"
+
+
+def read_orbax_file(directory: Path) -> dict[str, Any]:
+  """Returns what the closing file of an Orbax checkpoint says: `layout`, and `manifest` or None.
+
+  Raises:
+    CheckpointError: unreadable, of another format, or incomplete.
+  """
+  path = directory / ORBAX_FILE
+  about = read_json(path)
+  written = about.get("format") if isinstance(about, dict) else None
+  if written != ORBAX_FORMAT:
+    raise CheckpointError(f"{path}: format {written}, expected {ORBAX_FORMAT}")
+  layout = about.get("layout")
+  if not isinstance(layout, dict) or layout.keys() != _ORBAX_LAYOUT or "manifest" not in about:
+    raise CheckpointError(f"{path}: expected manifest, and layout with {', '.join(sorted(_ORBAX_LAYOUT))}")
+  return about
 
 
 def write_companions(directory: Path, cfg: Config, source: str | Path | None) -> None:

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from MaxText.checkpoints.directory import ORBAX_FILE, write_companions
+from MaxText.checkpoints.directory import ORBAX_FILE, ORBAX_FORMAT, read_orbax_file, write_companions
 from MaxText.checkpoints.layout import ParameterTree
 from MaxText.checkpoints.manifest import Manifest
 from MaxText.checkpoints.placement import Fill, Region, host_buffer, place_all, sharding_by_path
@@ -33,7 +33,6 @@ from MaxText.models import registry
 from MaxText.models.kimi_k3 import KimiDecoder
 
 _ARRAYS = "params"
-_FORMAT = 1
 _BATCH_BYTES = 1 << 30  # of stored arrays on the host at a time while a tree is restacked
 # what may differ between a checkpoint and the configuration it is read with, without a weight changing its
 # meaning
@@ -76,7 +75,8 @@ def save_orbax(
     with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
       checkpointer.save(folder / _ARRAYS, args=ocp.args.StandardSave(_nested(tree.values)))
     write_companions(folder, cfg, companions)
-    about = {"format": _FORMAT, "layout": layout, "manifest": manifest and json.loads(manifest.to_json())}
+    source = manifest and json.loads(manifest.to_json())
+    about = {"format": ORBAX_FORMAT, "layout": layout, "manifest": source}
     (folder / ORBAX_FILE).write_text(json.dumps(about) + "\n", encoding="utf-8")
 
 
@@ -180,10 +180,7 @@ def _unreadable(directory: Path, error: Exception) -> CheckpointError:
 
 def _read_about(directory: Path, cfg: Config) -> tuple[Config, Manifest | None]:
   """Returns the configuration that the tree was saved under, and the manifest of its published source."""
-  about = read_json(directory / ORBAX_FILE)
-  written = about.get("format") if isinstance(about, dict) else None
-  if written != _FORMAT:
-    raise CheckpointError(f"{directory / ORBAX_FILE}: format {written}, expected {_FORMAT}")
+  about = read_orbax_file(directory)
   stored = from_published(read_json(directory / "config.json"), str(directory / "config.json"))
   architecture = (
     key for key, field in Config.model_fields.items() if field.is_required() and key not in _FREE

@@ -104,7 +104,8 @@ def open_published(directory: str | Path) -> PublishedFiles:
 
   Raises:
     CheckpointError: no checkpoint there; a shard is missing, truncated or unreadable; a tensor lies outside
-      its file, overlaps another, stands in two shards, or the index and the shards disagree.
+      its file, overlaps another, stands in two shards; bytes belong to no tensor; or the index and the shards
+      disagree.
   """
   directory = Path(directory)
   if not directory.is_dir():
@@ -174,13 +175,16 @@ def read_json(path: Path) -> Any:
 
 
 def _read_header(path: Path) -> tuple[dict[str, TensorEntry], dict[str, str] | None]:
-  size = path.stat().st_size
-  with path.open("rb") as file:
-    prefix = file.read(8)
-    length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
-    if length > _MAX_HEADER or 8 + length > size:
-      raise CheckpointError(f"{path}: truncated or not safetensors: {size} bytes do not hold the header")
-    raw = file.read(length)
+  try:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+      prefix = file.read(8)
+      length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
+      if length > _MAX_HEADER or 8 + length > size:
+        raise CheckpointError(f"{path}: truncated or not safetensors: {size} bytes do not hold the header")
+      raw = file.read(length)
+  except OSError as error:
+    raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
   header = _parse_header(path, raw)
   metadata = header.pop("__metadata__", None)
   entries = {name: _entry(path, name, value, 8 + length) for name, value in header.items()}
@@ -227,8 +231,13 @@ def _check_ranges(path: Path, entries: Any, data_start: int, size: int) -> None:
     if entry.start < end:
       neighbour = f"overlaps {previous}" if previous else "starts inside the header"
       raise CheckpointError(f"{path}: tensor {entry.name} {neighbour}")
-    end, previous = entry.start + entry.nbytes, entry.name
-    if end > size:
+    stop = entry.start + entry.nbytes
+    if stop > size:
       raise CheckpointError(
-        f"{path}: truncated: tensor {entry.name} ends at byte {end}, but the file has {size} bytes"
+        f"{path}: truncated: tensor {entry.name} ends at byte {stop}, but the file has {size} bytes"
       )
+    if entry.start > end:
+      raise CheckpointError(f"{path}: {entry.start - end} bytes before tensor {entry.name} belong to none")
+    end, previous = stop, entry.name
+  if end < size:
+    raise CheckpointError(f"{path}: {size - end} bytes at the end belong to no tensor")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from MaxText.checkpoints.directory import kind
 from MaxText.common.errors import CheckpointError
 
 
@@ -21,7 +22,7 @@ def staged(target: str | Path, overwrite: bool, needed: int) -> Iterator[Path]:
   Raises:
     CheckpointError: `target` is a file, holds something and may not be overwritten, or cannot be written.
   """
-  target = Path(os.path.abspath(target))
+  target = Path(target).resolve()  # of a link the directory is replaced, not the link
   check_writable(target, overwrite)
   partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
   try:
@@ -49,6 +50,10 @@ def check_writable(target: Path, overwrite: bool = False) -> None:
     raise CheckpointError(f"{target}: is a file, expected a directory or nothing")
   if target.is_dir() and any(target.iterdir()) and not overwrite:
     raise CheckpointError(f"{target}: is not empty; give overwrite=true to replace it")
+  if target.is_dir() and any(target.iterdir()) and kind(target) is None:
+    raise CheckpointError(
+      f"{target}: holds no checkpoint, so overwrite=true does not replace it; empty it first"
+    )
 
 
 def _replace(partial: Path, target: Path) -> None:
@@ -57,5 +62,9 @@ def _replace(partial: Path, target: Path) -> None:
     return
   old = target.with_name(f".{target.name}.old-{os.getpid()}")
   target.rename(old)
-  partial.rename(target)
+  try:
+    partial.rename(target)
+  except OSError:
+    old.rename(target)
+    raise
   shutil.rmtree(old)

@@ -94,7 +94,7 @@ class Config(BaseModel):
   kda_impl: Literal["auto", "reference", "chunked", "step"] = "auto"
   mla_impl: Literal["auto", "reference", "direct", "absorbed"] = "auto"
   moe_impl: Literal["auto", "reference", "blocked"] = "auto"
-  short_conv_impl: Literal["auto", "reference"] = "auto"
+  short_conv_impl: Literal["auto", "reference", "shifted"] = "auto"
 
   def layer_kind(self, layer: int) -> LayerKind:
     """Attention kind of 0-based `layer`; the published lists are 1-based (spec 1.2)."""

@@ -211,10 +211,9 @@ def init_cache(cfg: Config, plan: LayerPlan, batch: int, capacity: int) -> Decod
 
 def _stacked_layer(cfg: Config, layer: int, repeats: int, rngs: nnx.Rngs) -> DecoderLayer:
   """Draws `repeats` layers of one kind with a leading stack axis on every leaf."""
-  graph, one = nnx.split(nnx.eval_shape(lambda: DecoderLayer(cfg, layer, rngs=nnx.Rngs(0))))
+  graph, _ = nnx.split(nnx.eval_shape(lambda: DecoderLayer(cfg, layer, rngs=nnx.Rngs(0))))
   keys = jax.random.split(rngs.params(), repeats)
   state = jax.vmap(lambda key: nnx.state(DecoderLayer(cfg, layer, rngs=nnx.Rngs(key))))(keys)
-  del one
   stacked = nnx.merge(graph, state)
   for _, variable in nnx.iter_graph(stacked):
     if isinstance(variable, nnx.Param | params.Frozen):

@@ -52,6 +52,8 @@ def test_a_float32_checkpoint_stays_float32(tmp_path):
   assert stored_dtype(directory) == "float32"
   assert run(directory, tmp_path / "narrow", "weight_dtype=bfloat16") == 0
   assert stored_dtype(tmp_path / "narrow") == "bfloat16"
+  assert run(tmp_path / "narrow", tmp_path / "wide", "weight_dtype=float32") == 0
+  assert stored_dtype(tmp_path / "wide") == "float32"  # asked for, so it wins over the stored types
 
 
 def test_configurations_go_both_ways(k3_directory, tmp_path):
@@ -80,6 +82,7 @@ def test_mistakes_are_one_line(k3_directory, tmp_path, capsys):
     "is not empty; give overwrite=true to replace it"
   )
   assert failure(capsys, k3_directory, k3_directory, "overwrite=true").endswith("is the source itself")
+  assert failure(capsys, k3_directory, k3_directory.parent, "overwrite=true").endswith("would delete")
   assert failure(capsys, "kimi-k3-tiny", out).endswith("because kimi-k3-tiny holds no weights")
   (tmp_path / "mine.yml").write_text("x")
   assert failure(capsys, k3_directory, tmp_path / "mine.yml").endswith("give overwrite=true to replace it")

@@ -158,6 +158,15 @@ def test_a_later_format_is_refused(stored, tmp_path):
   assert refusal(target, config_of(target)) == f"{target.resolve()}/{ORBAX_FILE}: format 2, expected 1"
 
 
+@pytest.mark.parametrize("content", ['{"format": 1}', '{"format": 1, "layout": {}, "manifest": null}'])
+def test_an_incomplete_closing_file_is_refused(stored, tmp_path, content):
+  target = shutil.copytree(stored[0], tmp_path / "o")
+  (target / ORBAX_FILE).write_text(content)
+  assert "expected manifest, and layout with dtype, " in refusal(target, config_of(target))
+  with pytest.raises(CheckpointError, match="layout with dtype"):
+    stored_dtype(target)
+
+
 def test_restacking_in_many_batches(stored, k3_directory, monkeypatch):
   target, saved = stored
   monkeypatch.setattr(orbax_io, "_BATCH_BYTES", 500_000)

@@ -144,11 +144,24 @@ def tensor(start, end, dtype="F32", shape=(1,)):
     ({"a": tensor(-4, 0)}, "tensor a starts inside the header"),
     ({"a": tensor(100, 104)}, "truncated: tensor a ends at byte"),
     ({"a": tensor("x", 4)}, "tensor a has an unreadable header entry"),
+    ({"a": tensor(4, 8)}, "4 bytes before tensor a belong to none"),
+    ({"a": tensor(0, 4)}, "4 bytes at the end belong to no tensor"),
   ],
 )
 def test_unreadable_header(tmp_path, header, message):
   write_raw(tmp_path / "model.safetensors", header, bytes(8))
   assert refusal(tmp_path).startswith(f"{tmp_path / 'model.safetensors'}: {message}")
+
+
+def test_a_file_that_may_not_be_read(tmp_path, monkeypatch):
+  path = tmp_path / "model.safetensors"
+  save_file({"a": A}, path)
+
+  def refuse(*_):
+    raise PermissionError(13, "Permission denied")
+
+  monkeypatch.setattr(type(path), "open", refuse)
+  assert refusal(tmp_path) == f"{path}: cannot be read: Permission denied"
 
 
 def test_a_file_that_shrinks_under_the_reader(tmp_path):

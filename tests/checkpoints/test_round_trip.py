@@ -142,11 +142,11 @@ def test_a_directory_with_content_is_not_touched(tmp_path, k3_directory):
   model, cfg = load(k3_directory, config_of(k3_directory)).model, config_of(k3_directory)
   target = tmp_path / "out"
   target.mkdir()
-  (target / "mine").write_text("x")
+  (target / "model.safetensors").write_text("an older export")
   with pytest.raises(CheckpointError) as caught:
     save_published(model, cfg, target)
   assert str(caught.value) == f"{target}: is not empty; give overwrite=true to replace it"
-  assert [path.name for path in target.iterdir()] == ["mine"]
+  assert (target / "model.safetensors").read_text() == "an older export"
   save_published(model, cfg, target, overwrite=True)
   assert sorted(path.name for path in target.iterdir()) == ["config.json", "model.safetensors"]
   assert [path.name for path in tmp_path.iterdir()] == ["out"]

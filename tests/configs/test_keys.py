@@ -10,6 +10,10 @@ from MaxText.configs import yaml_text
 from MaxText.configs.loader import CONFIGS, load, load_command
 from MaxText.configs.options import COMMANDS
 from MaxText.configs.schema import Config
+from MaxText.kernels.grouped_matmul import Impl as MoeImpl
+from MaxText.kernels.kda import KdaImpl
+from MaxText.kernels.mla import MlaImpl
+from MaxText.kernels.short_conv import ShortConvImpl
 
 PACKAGE = CONFIGS.parent
 RUN_KEYS = {name for name, field in Config.model_fields.items() if not field.is_required()} - {
@@ -78,3 +82,16 @@ def test_every_key_is_read_by_code():
 
 def test_the_exceptions_are_exceptions():
   assert not set(CONFIGS_ONLY) & read_keys()
+
+
+@pytest.mark.parametrize(
+  "key, impl",
+  [
+    ("kda_impl", KdaImpl),
+    ("mla_impl", MlaImpl),
+    ("moe_impl", MoeImpl.__value__),
+    ("short_conv_impl", ShortConvImpl),
+  ],
+)
+def test_a_key_offers_every_implementation_of_its_operation(key, impl):
+  assert Config.model_fields[key].annotation == impl

@@ -29,7 +29,7 @@ def grouped_matmul(
   x: Float[Array, "M K"], w: Weight, group_sizes: Int[Array, " E"], layer: Int[Array, ""] | None = None
 ) -> Float[Array, "M N"]:
   """Visits the experts that have rows; arguments as the operation of that name in this package."""
-  return _call(_product, x, (w,), group_sizes, layer)
+  return _call(functools.partial(_product, _precision(x)), x, (w,), group_sizes, layer)
 
 
 def grouped_mlp(
@@ -42,7 +42,8 @@ def grouped_mlp(
   layer: Int[Array, ""] | None = None,
 ) -> Float[Array, "M L"]:
   """Visits the experts that have rows; arguments as the operation of that name in this package."""
-  return _call(functools.partial(_mlp, activation), x, (w1, w3, w2), group_sizes, layer)
+  tile = functools.partial(_mlp, _precision(x), activation)
+  return _call(tile, x, (w1, w3, w2), group_sizes, layer)
 
 
 def _call(tile_fn, *operands):
@@ -51,15 +52,21 @@ def _call(tile_fn, *operands):
   return _visit(tile_fn, *jax.tree.map(lambda a: match_manual_axes(a, *leaves), operands))
 
 
-def _mlp(activation, x, w1, w3, w2):
-  return _product(activation(_product(x, w1), _product(x, w3)), w2)
+def _precision(x):
+  """Full precision for rows that came in as float32; widened bfloat16 rows have no more digits to keep."""
+  return lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
 
 
-def _product(x, w):
+def _mlp(precision, activation, x, w1, w3, w2):
+  product = functools.partial(_product, precision)
+  return product(activation(product(x, w1), product(x, w3)), w2)
+
+
+def _product(precision, x, w):
   """x [rows, K] times the transpose of w [N, K], or of its even and odd channels."""
   if isinstance(w, tuple):
-    return _product(x[:, 0::2], w[0]) + _product(x[:, 1::2], w[1])
-  return lax.dot_general(x, w, (((1,), (1,)), ((), ())))
+    return _product(precision, x[:, 0::2], w[0]) + _product(precision, x[:, 1::2], w[1])
+  return lax.dot_general(x, w, (((1,), (1,)), ((), ())), precision=precision)
 
 
 def tile_height(num_rows: int, num_experts: int, weight_bytes: int) -> int:

@@ -32,13 +32,13 @@ class Part(NamedTuple):
 
 
 def einsum_f32(spec: str, a: Float[Array, "..."], b: Float[Array, "..."]) -> Float32[Array, "..."]:
-  """Multiplies in the operands' dtype and accumulates in float32.
+  """Multiplies in the operands' dtype and accumulates in float32; float32 operands keep full precision.
 
   XLA:CPU lacks some bfloat16 x bfloat16 -> float32 products and is slow at the others, so there the operands
   are widened first. The checkpoint keeps the widened copies out of what a backward pass saves.
   """
   if a.dtype == b.dtype == jnp.float32:
-    return jnp.einsum(spec, a, b)
+    return jnp.einsum(spec, a, b, precision=lax.Precision.HIGHEST)
 
   def widened(a, b):
     return jnp.einsum(spec, a.astype(jnp.float32), b.astype(jnp.float32))
