@@ -9,14 +9,15 @@ while training are then exactly those that encoding gives later.
 
 import argparse
 import heapq
+import sys
 import sysconfig
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import regex
 
-from MaxText.common.errors import InputError
+from MaxText.common.errors import InputError, UserError
 from MaxText.tokenizers.kimi import SPLIT_PATTERN, KimiTokenizer
 from MaxText.tokenizers.vocabulary import NUM_SPECIALS, write_vocabulary
 
@@ -131,21 +132,30 @@ def _apply_ranks(word: list[bytes], ranks: Mapping[bytes, int]) -> None:
     word[at : at + 2] = [word[at] + word[at + 1]]
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
   """Trains on the standard library, writes both files, and prints the bytes per token of held-out text."""
   parser = argparse.ArgumentParser(description=main.__doc__)
   parser.add_argument("directory", type=Path, help="where tiktoken.model and tokenizer_config.json go")
   parser.add_argument(
     "--vocab_size", type=int, default=1024, help=f"ids in all, {NUM_SPECIALS} of them special"
   )
-  args = parser.parse_args()
+  args = parser.parse_args(arguments)
+  try:
+    _train(args.directory, args.vocab_size)
+  except (UserError, OSError) as error:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+  return 0
+
+
+def _train(directory: Path, vocab_size: int) -> None:
   train, held_out = standard_library()
-  write_vocabulary(args.directory, train_ranks(count_pieces(train), args.vocab_size - NUM_SPECIALS))
-  tokenizer = KimiTokenizer.from_directory(args.directory, args.vocab_size)
+  write_vocabulary(directory, train_ranks(count_pieces(train), vocab_size - NUM_SPECIALS))
+  tokenizer = KimiTokenizer.from_directory(directory, vocab_size)
   tokens = sum(len(tokenizer.encode(text)) for text in held_out)
   size = sum(len(text.encode()) for text in held_out)
-  print(f"{args.vocab_size} ids, {size / tokens:.3f} bytes per token on {len(held_out)} held-out files")
+  print(f"{vocab_size} ids, {size / tokens:.3f} bytes per token on {len(held_out)} held-out files")
 
 
 if __name__ == "__main__":
-  main()
+  sys.exit(main())

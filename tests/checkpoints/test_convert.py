@@ -78,9 +78,10 @@ def test_mistakes_are_one_line(k3_directory, tmp_path, capsys):
   assert failure(capsys, tmp_path / "absent", out) == f"{tmp_path}/absent: no such file or directory"
   assert failure(capsys, k3_directory, out, "scan_layer=true").endswith("did you mean 'scan_layers'?")
   assert failure(capsys, k3_directory, out, "prompt=x").endswith("prompt: not a key of this command")
-  assert failure(capsys, k3_directory, k3_directory).endswith(
-    "is not empty; give overwrite=true to replace it"
-  )
+  assert failure(capsys, k3_directory, k3_directory).endswith("is the source itself")
+  (tmp_path / "full").mkdir()
+  (tmp_path / "full" / "notes").touch()
+  assert failure(capsys, k3_directory, tmp_path / "full").endswith("give overwrite=true to replace it")
   assert failure(capsys, k3_directory, k3_directory, "overwrite=true").endswith("is the source itself")
   assert failure(capsys, k3_directory, k3_directory.parent, "overwrite=true").endswith("would delete")
   assert failure(capsys, "kimi-k3-tiny", out).endswith("because kimi-k3-tiny holds no weights")

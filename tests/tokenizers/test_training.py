@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from MaxText.common.errors import InputError
 from MaxText.tokenizers.kimi import KimiTokenizer
-from MaxText.tokenizers.training import BYTES, standard_library, train_ranks
+from MaxText.tokenizers.training import BYTES, main, standard_library, train_ranks
 from MaxText.tokenizers.vocabulary import SpecialTokens
 
 
@@ -48,6 +48,12 @@ def test_the_most_frequent_pair_comes_first():
 def test_an_impossible_size_is_refused(size, message):
   with pytest.raises(InputError, match=message):
     train_ranks({b"ab": 1}, size)
+
+
+def test_an_impossible_size_is_one_line_and_status_2(tmp_path, capsys):
+  assert main([str(tmp_path / "new"), "--vocab_size", "300"]) == 2
+  out, err = capsys.readouterr()
+  assert (out, err.count("\n"), list(tmp_path.iterdir())) == ("", 1, []) and "too small" in err
 
 
 def test_the_tiny_model_has_a_vocabulary_of_the_published_scheme():
