@@ -17,7 +17,7 @@ from MaxText.common.errors import InputError, UserError
 from MaxText.configs import loader
 from MaxText.configs.options import DecodeOptions
 from MaxText.configs.schema import Config
-from MaxText.inference.compile_cache import keep_programs
+from MaxText.inference.compile_cache import compile_compactly, keep_programs
 
 if TYPE_CHECKING:
   from MaxText.inference.model import Model
@@ -37,10 +37,10 @@ examples:
   python -m MaxText.decode DIR prompt_ids=5,7,9 stop_ids=1,2 output=json
   python -m MaxText.decode kimi-linear-48b-a3b checkpoint=DIR prompts_file=prompts.txt dtype=bfloat16
 
-Answers go to stdout: streamed text for one prompt, a heading and a text for each of several, or with
-output=json one object a line with prompt_ids, token_ids, text, finish_reason (stop | length) and stats.
-A stop token is the last of token_ids and no part of text. Messages, progress and the summary line go to
-stderr. Exit status: 0, or 2 for a mistake in what was given.
+Answers go to stdout: streamed text for one prompt (behind the prompt itself on a terminal), a heading and
+a text for each of several, or with output=json one object a line with prompt_ids, token_ids, text,
+finish_reason (stop | length) and stats. A stop token is the last of token_ids and no part of text.
+Messages, progress and the summary line go to stderr. Exit status: 0, or 2 for a mistake in what was given.
 
 Compiled programs are kept below ~/.cache/maxtext-kimi-k3, or in JAX_COMPILATION_CACHE_DIR, and start at
 once the next time.
@@ -142,6 +142,8 @@ def _write_json(model: "Model", requests: "Sequence[Request]", settings: "Settin
 def _write_text(model: "Model", requests: "Sequence[Request]", settings: "Settings"):
   """Streams the only answer, or writes each of several below a heading."""
   is_stream = len(requests) == 1 and model.tokenizer is not None
+  if is_stream and sys.stdout.isatty():  # a reader sees the whole text, a pipe gets the answer alone
+    _print_text(0, model.tokenizer.decode(requests[0].ids))
   completions = model.answer(requests, settings, _print_text if is_stream else None)
   for number, completion in enumerate(completions, 1):
     if len(completions) > 1:
@@ -175,4 +177,5 @@ def _help() -> Iterator[str]:
 
 if __name__ == "__main__":
   keep_programs(os.environ)
+  compile_compactly(os.environ)
   sys.exit(main())

@@ -2,7 +2,6 @@
 
 import os
 import sys
-from pathlib import Path
 
 if "--accelerator" not in sys.argv:
   os.environ["JAX_PLATFORMS"] = "cpu"
@@ -14,8 +13,7 @@ from jaxtyping import install_import_hook  # noqa: E402
 
 # modules whose annotated shapes and types are checked at every call
 CHECKED = ("kernels.kda", "kernels.mla", "kernels.short_conv", "layers", "models")
-ON_REQUEST = ("slow", "peer", "accelerator")
-FIXTURES = Path(__file__).parents[2] / "shared" / "fixtures"
+ON_REQUEST = ("slow", "accelerator")
 
 install_import_hook([f"MaxText.{name}" for name in CHECKED], "beartype.beartype")
 
@@ -30,11 +28,3 @@ def pytest_collection_modifyitems(config, items):
     for name in ON_REQUEST:
       if item.get_closest_marker(name) and not config.getoption(f"--{name}"):
         item.add_marker(pytest.mark.skip(reason=f"marked '{name}'; runs with --{name}"))
-
-
-@pytest.fixture(scope="session")
-def shared() -> Path:
-  """Folder of the operator arrays and the oracle checkpoint that stand beside this repository."""
-  if not FIXTURES.is_dir():
-    pytest.skip(f"{FIXTURES} is absent")
-  return FIXTURES

@@ -1,7 +1,6 @@
 """Small configurations and filled modules that the layer and model tests share."""
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,9 +9,8 @@ from flax import nnx
 
 from MaxText.configs.published import from_published
 from MaxText.configs.schema import Config
+from tests.locations import OPS
 from tests.reference.generator import k3_config_json, kimi_linear_config_json
-
-OPS = Path(__file__).resolve().parents[2] / "shared" / "fixtures" / "ops"
 
 
 def op_fixture(name: str) -> Mapping[str, np.ndarray]:

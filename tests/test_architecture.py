@@ -307,7 +307,7 @@ def references_pin_precision(source: Source) -> Iterator[str]:
 
 
 Rule = Callable[[Source], Iterator[str]]
-PACKAGE, EVERYTHING = ("MaxText",), ("MaxText", "tests", "benchmarks")
+PACKAGE, EVERYTHING = ("MaxText",), ("MaxText", "tests", "benchmarks", "scripts")
 NUMERICAL = ("MaxText/kernels", "MaxText/layers", "MaxText/models", "MaxText/inference")
 RULES: dict[Rule, tuple[str, ...]] = {
   imports_point_down: PACKAGE,

@@ -12,12 +12,15 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import MaxText
 from MaxText import decode
+from MaxText.checkpoints.load import load_params
+from MaxText.checkpoints.orbax_io import save_orbax
+from MaxText.configs import loader
 from MaxText.configs.options import DecodeOptions
 from MaxText.inference.model import Model
 from MaxText.tokenizers.registry import load_tokenizer
+from tests.locations import ORACLE
 from tests.reference.generator import k3_config_json, write_checkpoint
 
-ORACLE = Path(__file__).resolve().parents[2] / "shared" / "fixtures" / "k3-oracle"
 TOKENIZER = Path(MaxText.__file__).parent / "assets" / "kimi-k3-tiny"
 VOCAB = 1024
 TEXTS = ["def main(", "x", "尼罗河 😀 naïve = 1\\n" * 3]
@@ -161,6 +164,14 @@ def test_without_a_checkpoint_random_weights_are_said_in_plain_sight(run, checkp
   status, out, err = run(tmp_path, "prompt_ids=5,7", *ARGS)
   assert status == 0 and len(out.split(",")) == 12
   assert "WARNING: random weights" in err and "weights: random weights" in err.splitlines()[-1]
+
+
+def test_an_orbax_checkpoint_gives_the_same_answer(answers, checkpoint, tmp_path):
+  save_orbax(load_params(checkpoint, loader.load(checkpoint)), tmp_path / "orbax", companions=checkpoint)
+  want = answers(checkpoint, "prompt=x", *ARGS)
+  for arguments in ((checkpoint, f"checkpoint={tmp_path / 'orbax'}"), (tmp_path / "orbax",)):
+    got = answers(*arguments, "prompt=x", *ARGS)
+    assert (got[0]["token_ids"], got[0]["text"]) == (want[0]["token_ids"], want[0]["text"])
 
 
 # --- mistakes ---------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import pytest
 
 from MaxText.configs import loader, options, schema
+from MaxText.inference.compile_cache import compile_compactly
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -62,24 +63,31 @@ def shortened(block: Block) -> str:
   return "\n".join(line + f" {block.detail}" * line.startswith(ours) for line in block.commands)
 
 
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+  """Folder in which the blocks share their compiled programs."""
+  return tmp_path_factory.mktemp("programs")
+
+
 @pytest.fixture
 def folder(tmp_path):
   """A writable folder in which the repository's files stand."""
-  for entry in ("MaxText", "benchmarks", "docs", "tests", "pyproject.toml", "setup.sh"):
+  for entry in ("MaxText", "benchmarks", "docs", "scripts", "tests", "pyproject.toml", "setup.sh"):
     (tmp_path / entry).symlink_to(ROOT / entry)
   return tmp_path
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.name)
-def test_a_block_runs(block, folder):
+def test_a_block_runs(block, folder, programs):
   if block.directive == "not run":
     pytest.skip(f"{block.name} is not run: {block.detail}")
   text = shortened(block)
   command = (
     ["bash", "-euo", "pipefail", "-c", text] if block.language == "bash" else [sys.executable, "-c", text]
   )
-  path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-  env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+  env = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_COMPILATION_CACHE_DIR": str(programs)}
+  env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
+  compile_compactly(env)  # as the command does, so that a block finds the programs of the one before
   done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
   assert done.returncode == 0, f"{block.name}\n{done.stdout}\n{done.stderr}"
 
@@ -127,7 +135,7 @@ def test_the_readme_begins_with_the_two_commands():
 def missing_paths(document: Path, text: str) -> list[str]:
   """Relative links, and paths of the repository in backticks, that lead nowhere."""
   links = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", text)
-  paths = re.findall(r"`((?:MaxText|tests|docs|benchmarks)/[\w./-]+)`", text)
+  paths = re.findall(r"`((?:MaxText|tests|docs|benchmarks|scripts)/[\w./-]+)`", text)
   return [link for link in links if not (document.parent / link).exists()] + [
     path for path in paths if not (ROOT / path).exists()
   ]
@@ -136,6 +144,27 @@ def missing_paths(document: Path, text: str) -> list[str]:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_links_and_paths_exist(document):
   assert not missing_paths(document, document.read_text())
+
+
+def cited_sections(text: str) -> set[str]:
+  """Sections of docs/spec.md that a source names: "spec 2.4", "spec section 8", "spec 9-D1"."""
+  section = r"\d+(?:-D\d+|\.\d+)?"
+  lists = re.findall(rf"\bspec (?:section )?({section}(?:, {section})*)", text)
+  return set(", ".join(lists).split(", ")) - {""}
+
+
+def test_every_cited_section_exists():
+  text = (ROOT / "docs" / "spec.md").read_text()
+  sections = set(re.findall(r"^#+ (\d+(?:\.\d+)?)\.? ", text, re.MULTILINE))
+  sections |= {f"9-{name}" for name in re.findall(r"\*\*(D\d+)\.\*\*", text)}
+  sources = (path.read_text() for folder in ("MaxText", "tests") for path in (ROOT / folder).rglob("*.py"))
+  assert set().union(*map(cited_sections, sources)) - sections == set()
+
+
+def test_cited_sections_are_found():
+  assert cited_sections("spec 3.1 and spec section 8; spec 9-D1, spec 3, 3.1, 9-D7") == {
+    *("3.1", "8", "9-D1", "3", "9-D7"),
+  }
 
 
 def test_missing_paths_are_found():

@@ -2,16 +2,15 @@
 
 import json
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.locations import ORACLE
 from tests.parity import Runner, assert_parity, rounding_reach
 from tests.reference.generator import k3_config_json, write_checkpoint
 from tests.reference.model import Reference
 
-ORACLE = Path(__file__).resolve().parents[2] / "shared" / "fixtures" / "k3-oracle"
 MODES = {
   "unrolled": {"scan_layers": False},
   "scanned": {"scan_layers": True},

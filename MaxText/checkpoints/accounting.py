@@ -1,6 +1,6 @@
 """Strict accounting: every tensor of a file is used once, every expected one is there, each has its shape.
 
-Source: design "Checkpoints"; spec 9-D7 (A_log), 9-D14 (which tensors are packed); traps T24, T30, U098-U100.
+Source: docs/architecture.md; spec 9-D7 (A_log), 9-D14 (which tensors are packed).
 """
 
 import logging
@@ -62,7 +62,7 @@ def describe(
     prefix: from `match`.
     specs: from `match`.
     a_log_padding: what may stand behind the live heads of `A_log`. The release stores a row of 128 with zeros
-      behind the 96 heads, and anything else there means that heads are read wrongly (trap U100): "zeros"
+      behind the 96 heads, and anything else there means that heads are read wrongly: "zeros"
       insists on it, "any" keeps other bytes with a warning. "auto" insists where the row is a multiple of
       128, as released, and keeps the tail of any other width, which follows no published rule (small test
       checkpoints fill the whole row).
@@ -83,7 +83,7 @@ def describe(
 
 
 def find_prefix(files: PublishedFiles) -> str:
-  """Returns what stands before the decoder's tensors (spec 3, trap T30).
+  """Returns what stands before the decoder's tensors (spec 3).
 
   Raises:
     CheckpointError: no tensor carries a known prefix.

@@ -4,7 +4,7 @@ Every parameter is one host buffer, filled tensor by tensor from mapped files, m
 dropped before the next: the peak is the parameters kept, one of them twice at most, and one mapped tensor.
 With shardings, each buffer is only the slice that a local device holds, and only tensors that touch it are
 read.
-Source: design "Checkpoints"; traps U101, U104, U105, U107.
+Source: docs/architecture.md.
 """
 
 import math
@@ -147,7 +147,7 @@ class _Filler:
 
 
 def _check_scale(name: str, scale: np.ndarray) -> None:
-  """Refuses the NaN byte, which no published tensor holds and which would poison every token (trap U094)."""
+  """Refuses the NaN byte, which no published tensor holds and which would poison every token."""
   if (scale == 255).any():
     where = [int(i) for i in np.argwhere(scale == 255)[0]]
     raise CheckpointError(f"{name}: scale byte 255 (NaN) at {where}")

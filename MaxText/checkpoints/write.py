@@ -3,7 +3,7 @@
 The tables of `names.py` are walked the other way: a tensor is an empty array of the published shape whose
 views are filled from the parameters. Files are laid out as the safetensors library does, one tensor in memory
 at a time.
-Source: spec 3, 3.1, 9-D7; design "Checkpoints"; traps U100, U104.
+Source: spec 3, 3.1, 9-D7; docs/architecture.md.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Reads and writes a published `config.json`: K3's nested form and Kimi-Linear's flat form, without loss.
 
 What the model reads becomes a schema field; everything else rides along in `published_extra`.
-Source: spec section 1 (K3) and section 8 (Kimi-Linear); traps T20, T28, T31, U052, U099.
+Source: spec section 1 (K3) and section 8 (Kimi-Linear).
 """
 
 from collections.abc import Mapping

@@ -10,6 +10,7 @@ Dims: B rows, C chunk, N steps of one dispatch, T tokens, D model width, V vocab
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -22,14 +23,30 @@ from MaxText.inference.sampling import Sampling, sample
 
 SMALLEST_BUCKET = 16
 STOP_BUCKET = 8
-CAPACITY_BUCKET = 64
+CAPACITY_BUCKET = 256
 NO_TOKEN = -1  # a step at which a row had already stopped, and the unused places of a stop list
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Prefix:
+  """What has been read of the prompts of a batch.
+
+  Attributes:
+    cache: the decoder's caches.
+    hidden: [B, D] normalised hidden state of each row's last token.
+    length: [B] int32, tokens read of each row; 0 in a row of padding.
+  """
+
+  cache: Any
+  hidden: Float[Array, "B D"]
+  length: Int[Array, "B"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class DecodeState:
-  """Everything that decoding carries from one program to the next.
+  """What decoding carries from one program to the next.
 
   Attributes:
     cache: the decoder's caches; they hold the tokens before `token`.
@@ -48,52 +65,57 @@ class DecodeState:
   finite: Bool[Array, "B"]
 
 
-def start(decoder: nnx.Module, remaining: Int[Array, "B"], *, capacity: int) -> DecodeState:
-  """Returns the state before the first prompt token.
-
-  Args:
-    decoder: the model.
-    remaining: [B] int32, tokens that each row may pick after its first; a row of padding has any value.
-    capacity: S, tokens that a full-attention cache holds.
-  """
-  B = remaining.shape[0]
-  zeros = jnp.zeros(B, jnp.int32)
-  return DecodeState(
-    cache=decoder.init_cache(B, capacity),
-    token=zeros,
-    position=zeros,
-    remaining=remaining,
-    active=jnp.zeros(B, bool),
-    finite=jnp.ones(B, bool),
+def start(decoder: nnx.Module, *, batch: int, capacity: int) -> Prefix:
+  """Returns the state before the first prompt token, for `batch` rows of `capacity` cache slots."""
+  return Prefix(
+    cache=decoder.init_cache(batch, capacity),
+    hidden=jnp.zeros((batch, decoder.cfg.base_emb_dim), decoder.cfg.dtype),
+    length=jnp.zeros(batch, jnp.int32),
   )
 
 
 def prefill(
-  decoder: nnx.Module,
-  state: DecodeState,
-  ids: Int[Array, "B C"],
-  segment_ids: Int[Array, "B C"],
-  sampling: Sampling,
-  stop_ids: Int[Array, "G"],
-) -> DecodeState:
-  """Reads one chunk of every prompt and picks the token after each row's last valid one.
-
-  A row whose prompt goes on in a later chunk has its pick replaced there; a row without a valid token
-  here keeps the pick that it has.
+  decoder: nnx.Module, prefix: Prefix, ids: Int[Array, "B C"], segment_ids: Int[Array, "B C"]
+) -> Prefix:
+  """Reads one chunk of every prompt; a row that has ended passes padding and keeps what it has.
 
   Args:
     decoder: the model.
-    state: the state before the chunk.
+    prefix: the state before the chunk.
     ids: [B, C] token ids.
     segment_ids: [B, C] 1 for a token, 0 for padding on the right.
+  """
+  hidden, cache = decoder.hidden(ids, prefix.cache, segment_ids)
+  count = jnp.sum(segment_ids != 0, axis=1)
+  # one position a row goes on to the head: logits of a whole prompt would be its largest array by far
+  last = jnp.take_along_axis(hidden, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
+  hidden = jnp.where((count > 0)[:, None], last, prefix.hidden)
+  return Prefix(cache, hidden, prefix.length + count)
+
+
+def begin(
+  decoder: nnx.Module,
+  cache: Any,
+  hidden: Float[Array, "B D"],
+  length: Int[Array, "B"],
+  remaining: Int[Array, "B"],
+  sampling: Sampling,
+  stop_ids: Int[Array, "G"],
+) -> DecodeState:
+  """Picks the first token of every row; a row of padding never becomes active.
+
+  Args:
+    decoder: the model.
+    cache: the caches after the last chunk.
+    hidden: [B, D] hidden state of each row's last token.
+    length: [B] int32, tokens of each row; 0 in a row of padding.
+    remaining: [B] int32, tokens that each row may pick after its first.
     sampling: settings of the B rows.
     stop_ids: [G] ids that end a row, -1 where unused.
   """
-  hidden, cache = decoder.hidden(ids, state.cache, segment_ids)
-  count = jnp.sum(segment_ids != 0, axis=1)
-  # the head reads one position a row: logits of a whole prompt would be its largest array by far
-  last = jnp.take_along_axis(hidden, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
-  return _pick(decoder, dataclasses.replace(state, cache=cache), last, count, sampling, stop_ids)
+  is_token = length > 0
+  state = DecodeState(cache, jnp.zeros_like(length), length, remaining, is_token, jnp.ones_like(is_token))
+  return _pick(decoder, state, hidden, sampling, stop_ids)
 
 
 def decode_steps(
@@ -127,10 +149,12 @@ def decode_steps(
     index, picked, state = carry
     active = state.active.astype(jnp.int32)
     hidden, cache = decoder.hidden(state.token[:, None], state.cache, active[:, None])
-    state = dataclasses.replace(state, cache=cache, remaining=state.remaining - active)
-    state = _pick(decoder, state, hidden, active, sampling, stop_ids)
-    picked = picked.at[:, index].set(jnp.where(active == 1, state.token, NO_TOKEN))
-    return index + 1, picked, state
+    after = dataclasses.replace(
+      state, cache=cache, position=state.position + active, remaining=state.remaining - active
+    )
+    after = _pick(decoder, after, hidden[:, 0], sampling, stop_ids)
+    picked = picked.at[:, index].set(jnp.where(state.active, after.token, NO_TOKEN))
+    return index + 1, picked, after
 
   picked = jnp.full((state.token.shape[0], steps), NO_TOKEN, jnp.int32)
   _, picked, state = jax.lax.while_loop(unfinished, step, (jnp.int32(0), picked, state))
@@ -140,30 +164,22 @@ def decode_steps(
 def _pick(
   decoder: nnx.Module,
   state: DecodeState,
-  hidden: Float[Array, "B 1 D"],
-  count: Int[Array, "B"],
+  hidden: Float[Array, "B D"],
   sampling: Sampling,
   stop_ids: Int[Array, "G"],
 ) -> DecodeState:
-  """Picks a token in the rows that read `count` > 0 tokens, and says which of them go on."""
-  logits = decoder.logits(hidden)[:, 0].astype(jnp.float32)
-  has_read = count > 0
-  position = state.position + count
-  token = jnp.where(has_read, sample(logits, position, sampling), state.token)
-  finite = state.finite & (jnp.all(jnp.isfinite(logits), axis=-1) | ~has_read)
-  goes_on = finite & (state.remaining > 0) & ~jnp.isin(token, stop_ids)
-  active = jnp.where(has_read, goes_on, state.active)
-  return dataclasses.replace(state, token=token, position=position, active=active, finite=finite)
+  """Picks a token in the active rows, and says which of them go on."""
+  logits = decoder.logits(hidden).astype(jnp.float32)
+  token = jnp.where(state.active, sample(logits, state.position, sampling), state.token)
+  finite = state.finite & (jnp.all(jnp.isfinite(logits), axis=-1) | ~state.active)
+  active = state.active & finite & (state.remaining > 0) & ~jnp.isin(token, stop_ids)
+  return dataclasses.replace(state, token=token, active=active, finite=finite)
 
 
 class Program:
-  """A function of (parameters, arrays...), compiled ahead of its first run for each set of shapes.
+  """A function of (parameters, arrays...), compiled by hand for each set of shapes before it runs.
 
-  Compiling by hand keeps the compile time out of every other figure and makes the number of programs
-  visible: nothing can recompile unseen.
-
-  Attributes:
-    compile_seconds: time spent on tracing and compiling so far.
+  That keeps the compile time out of every other figure, and nothing can recompile unseen.
   """
 
   def __init__(self, function: Callable, *, donates: bool = False):
@@ -171,28 +187,38 @@ class Program:
     self._function = function
     self._donates = donates
     self._compiled: dict[tuple, jax.stages.Compiled] = {}
-    self.compile_seconds = 0.0
 
   @property
   def count(self) -> int:
     """Programs compiled so far."""
     return len(self._compiled)
 
+  def job(self, params: Any, *arrays: Any, **static: int) -> Callable[[], None] | None:
+    """Returns what compiles the program for these shapes, in any thread, or None when that is done."""
+    key, tree, donated, kept = self._split(arrays, static)
+    if key in self._compiled:
+      return None
+    donated, kept = ([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves] for leaves in (donated, kept))
+
+    def flat(params, donated, kept):
+      return self._function(params, *jax.tree.unflatten(tree, donated + kept), **static)
+
+    def compile_program() -> None:
+      self._compiled[key] = jax.jit(flat, donate_argnums=1).lower(params, donated, kept).compile()
+
+    return compile_program
+
   def __call__(self, params: Any, *arrays: Any, **static: int) -> Any:
-    """Runs the program of these shapes and static values, which the first such call compiles."""
+    """Runs the program of these shapes and static values, which has to be compiled."""
+    key, _, donated, kept = self._split(arrays, static)
+    return self._compiled[key](params, donated, kept)
+
+  def _split(self, arrays: tuple, static: dict[str, int]) -> tuple[tuple, Any, list, list]:
+    """Returns (what identifies the program, tree of the arrays, leaves to donate, other leaves)."""
     leaves, tree = jax.tree.flatten(arrays)
     donated = len(jax.tree.leaves(arrays[0])) if self._donates else 0
-    arguments = params, leaves[:donated], leaves[donated:]
     key = (tree, *(leaf.shape for leaf in leaves), *static.items())
-    if key not in self._compiled:
-      started = time.perf_counter()
-
-      def flat(params, donated, kept):
-        return self._function(params, *jax.tree.unflatten(tree, donated + kept), **static)
-
-      self._compiled[key] = jax.jit(flat, donate_argnums=1).lower(*arguments).compile()
-      self.compile_seconds += time.perf_counter() - started
-    return self._compiled[key](*arguments)
+    return key, tree, leaves[:donated], leaves[donated:]
 
 
 class DecodeLoop:
@@ -201,6 +227,7 @@ class DecodeLoop:
   Attributes:
     prefill_chunk: most prompt tokens that one program reads.
     steps: most tokens a row that one dispatch picks.
+    compile_seconds: time spent on compiling so far.
   """
 
   def __init__(self, decoder: nnx.Module, *, prefill_chunk: int = 512, steps: int = 32):
@@ -213,24 +240,18 @@ class DecodeLoop:
 
     self._start = program(start)
     self._prefill = program(prefill, donates=True)
+    self._begin = program(begin, donates=True)
     self._decode = program(decode_steps, donates=True)
     self._logits = program(lambda decoder, ids, segment_ids: decoder(ids, None, segment_ids)[0])
     self.prefill_chunk = prefill_chunk
     self.steps = steps
-
-  @property
-  def compile_seconds(self) -> float:
-    """Seconds spent on compiling so far."""
-    return sum(p.compile_seconds for p in self._programs)
+    self.compile_seconds = 0.0
 
   @property
   def program_count(self) -> int:
     """Programs compiled so far."""
-    return sum(p.count for p in self._programs)
-
-  @property
-  def _programs(self) -> tuple[Program, ...]:
-    return self._start, self._prefill, self._decode, self._logits
+    programs = self._start, self._prefill, self._begin, self._decode, self._logits
+    return sum(program.count for program in programs)
 
   def prefill(
     self,
@@ -250,14 +271,24 @@ class DecodeLoop:
       stop_ids: ids that end a row.
       capacity: S, cache slots of each row: at least prompt and new tokens together.
     """
+    shape = {"batch": len(prompts), "capacity": capacity}
+    self._compile(self._start.job(self._params, **shape))
+    prefix = self._start(self._params, **shape)
+    first = np.array(max_new_tokens, np.int32) - 1, sampling, stop_array(stop_ids)
     longest = max(len(prompt) for prompt in prompts)
-    remaining = np.array(max_new_tokens, np.int32) - 1
-    state = self._start(self._params, remaining, capacity=capacity)
-    stop = stop_array(stop_ids)
-    for offset, width in chunks(longest, self.prefill_chunk):
-      ids, segment_ids = padded([prompt[offset : offset + width] for prompt in prompts], width)
-      state = self._prefill(self._params, state, ids, segment_ids, sampling, stop)
-    return state
+    pieces = [
+      padded([prompt[offset : offset + width] for prompt in prompts], width)
+      for offset, width in chunks(longest, self.prefill_chunk)
+    ]
+    # at most two shapes: the whole chunks, and what is left
+    shapes = {ids.shape: (ids, segment_ids) for ids, segment_ids in pieces}.values()
+    self._compile(
+      *(self._prefill.job(self._params, prefix, *piece) for piece in shapes),
+      self._begin.job(self._params, prefix.cache, prefix.hidden, prefix.length, *first),
+    )
+    for ids, segment_ids in pieces:
+      prefix = self._prefill(self._params, prefix, ids, segment_ids)
+    return self._begin(self._params, prefix.cache, prefix.hidden, prefix.length, *first)
 
   def decode(
     self, state: DecodeState, sampling: Sampling, stop_ids: Sequence[int], limit: int
@@ -267,14 +298,26 @@ class DecodeLoop:
     Returns:
       [B, N] int32 picked ids, -1 where a row had stopped, and the next state.
     """
-    steps = np.int32(min(limit, self.steps))
-    picked, state = self._decode(self._params, state, sampling, stop_array(stop_ids), steps, steps=self.steps)
+    arrays = state, sampling, stop_array(stop_ids), np.int32(min(limit, self.steps))
+    self._compile(self._decode.job(self._params, *arrays, steps=self.steps))
+    picked, state = self._decode(self._params, *arrays, steps=self.steps)
     return np.asarray(picked), state
 
   def logits(self, ids: Sequence[int]) -> np.ndarray:
     """Returns the [T, V] float32 logits after each of T tokens, read in one shot without a cache."""
-    tokens, segment_ids = padded([ids], bucket(len(ids), largest=1 << 62))
-    return np.asarray(self._logits(self._params, tokens, segment_ids)[0, : len(ids)])
+    arrays = padded([ids], bucket(len(ids), largest=1 << 62))
+    self._compile(self._logits.job(self._params, *arrays))
+    return np.asarray(self._logits(self._params, *arrays)[0, : len(ids)])
+
+  def _compile(self, *jobs: Callable[[], None] | None) -> None:
+    """Compiles side by side what is not compiled yet: one program keeps little more than a core busy."""
+    wanted = [job for job in jobs if job is not None]
+    if wanted:
+      started = time.perf_counter()
+      with ThreadPoolExecutor() as pool:
+        for done in [pool.submit(job) for job in wanted]:
+          done.result()
+      self.compile_seconds += time.perf_counter() - started
 
 
 def bucket(length: int, largest: int) -> int:
@@ -289,7 +332,7 @@ def chunks(length: int, largest: int) -> Iterator[tuple[int, int]]:
 
 
 def cache_capacity(prompt_length: int, max_new_tokens: int, prefill_chunk: int) -> int:
-  """Returns the cache slots for a prompt in its buckets and the answer, a multiple of 64."""
+  """Returns the cache slots for a prompt in its buckets and the answer, a multiple of 256."""
   prompt = sum(width for _, width in chunks(prompt_length, prefill_chunk))
   return -(-(prompt + max_new_tokens) // CAPACITY_BUCKET) * CAPACITY_BUCKET
 

@@ -13,9 +13,9 @@ from MaxText.checkpoints.layout import ParameterTree
 from MaxText.configs.loader import load as load_config
 from MaxText.configs.schema import Config
 from MaxText.models.kimi_k3 import KimiDecoder
+from tests.locations import ORACLE
 from tests.reference.generator import k3_config_json, kimi_linear_config_json, write_checkpoint
 
-ORACLE = Path(__file__).resolve().parents[3] / "shared" / "fixtures" / "k3-oracle"
 # one dense layer, two cycles of (KDA, MLA) that scan, and a second MLA behind them
 SHAPE = {"num_hidden_layers": 6, "full_attn_layers": (3, 5, 6)}
 K3 = k3_config_json(**SHAPE, num_experts=4)

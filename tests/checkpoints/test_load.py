@@ -1,4 +1,4 @@
-"""Strict accounting, dtypes, slices of shardings, the peak of a load (traps T24, T30, U094, U098-U107)."""
+"""Strict accounting, dtypes, slices of shardings, the peak of a load."""
 
 import json
 import struct

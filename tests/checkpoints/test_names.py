@@ -1,4 +1,4 @@
-"""The name tables against the published checkpoints, from a configuration alone (spec 3, 6, 8; U099)."""
+"""The name tables against the published checkpoints, from a configuration alone (spec 3, 6, 8)."""
 
 import math
 from collections import Counter

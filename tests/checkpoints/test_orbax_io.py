@@ -1,4 +1,4 @@
-"""Orbax: the same tree back, restacked between depth layouts, never half a checkpoint (traps T11, U104)."""
+"""Orbax: the same tree back, restacked between depth layouts, never half a checkpoint."""
 
 import json
 import shutil

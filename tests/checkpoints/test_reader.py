@@ -1,4 +1,4 @@
-"""Damaged directories: each defect is told by name in one line (traps U098, T24)."""
+"""Damaged directories: each defect is told by name in one line."""
 
 import json
 import struct

@@ -1,4 +1,4 @@
-"""Published directory -> decoder -> published directory gives every byte back (traps U100, U102, U104)."""
+"""Published directory -> decoder -> published directory gives every byte back."""
 
 import filecmp
 import json

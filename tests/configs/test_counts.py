@@ -1,4 +1,4 @@
-"""Sizes from the configuration alone equal the published ones (spec 6, trap U083)."""
+"""Sizes from the configuration alone equal the published ones (spec 6)."""
 
 import pytest
 

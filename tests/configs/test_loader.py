@@ -1,4 +1,4 @@
-"""What the loader accepts, in which order layers win, and the one line that each mistake gets (trap U117)."""
+"""What the loader accepts, in which order layers win, and the one line that each mistake gets."""
 
 import json
 import re

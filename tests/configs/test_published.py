@@ -2,7 +2,6 @@
 
 import copy
 import json
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -11,8 +10,8 @@ from hypothesis import strategies as st
 from MaxText.common.errors import ConfigError
 from MaxText.configs.loader import load
 from MaxText.configs.published import from_published, to_published, write_model_file
+from tests.locations import SHARED
 
-SHARED = Path(__file__).resolve().parents[3] / "shared"
 # what K3 adds to Kimi-Linear: a kimi_linear file is silent about these (spec 8)
 K3_ONLY = {
   "activation_situ_beta": None,

@@ -73,7 +73,7 @@ def test_one_expert_with_renormalised_weights_warns(caplog):
 def test_layer_kinds_follow_the_published_lists_which_count_from_one():
   cfg = load("kimi-k3")
   mla = [layer for layer in range(93) if cfg.layer_kind(layer) == "mla"]
-  assert mla == [*range(3, 92, 4), 92]  # the last two layers are both full attention (trap T29)
+  assert mla == [*range(3, 92, 4), 92]  # the last two layers are both full attention
   assert [layer for layer in range(93) if cfg.mlp_kind(layer) == "dense"] == [0]
 
 

@@ -1,6 +1,6 @@
 """Compiled programs go below the user's cache, unless the user says otherwise or nothing can be written."""
 
-from MaxText.inference.compile_cache import DIRECTORY_VARIABLE, keep_programs, processor
+from MaxText.inference.compile_cache import DIRECTORY_VARIABLE, compile_compactly, keep_programs, processor
 
 
 def test_programs_lie_below_the_cache_of_the_user_by_processor(tmp_path):
@@ -23,3 +23,12 @@ def test_without_a_place_nothing_is_set(tmp_path):
     before = dict(environment)
     assert keep_programs(environment) is None
     assert environment == before
+
+
+def test_flags_of_the_user_stay():
+  environment = {"XLA_FLAGS": "--xla_dump_to=x"}
+  compile_compactly(environment)
+  assert environment["XLA_FLAGS"].startswith("--xla_dump_to=x --xla_backend_extra_options=")
+  before = dict(environment)
+  compile_compactly(environment)
+  assert environment == before

@@ -86,7 +86,7 @@ def test_nothing_compiles_for_lengths_settings_or_stop_ids():
   loop = DecodeLoop(ToyDecoder(), prefill_chunk=CHUNK, steps=5)
   answers(PROMPTS, loop=loop)
   count, seconds = loop.program_count, loop.compile_seconds
-  assert count == 3  # start, one bucket of prefill, decode
+  assert count == 4  # start, one bucket of prefill, begin, decode
   for new, settings in ((2, Settings(top_k=3, temperature=0.5)), (7, Settings(seed=3)), (12, Settings())):
     answers(PROMPTS[::-1], settings, stop_ids=range(new % 8), limits=[new] * 4, loop=loop, streams=new == 7)
   assert (loop.program_count, loop.compile_seconds) == (count, seconds)
@@ -126,6 +126,6 @@ def test_logits_are_those_of_the_decoder():
 def test_shapes_are_bucketed():
   assert [bucket(n, 512) for n in (1, 16, 17, 300, 512)] == [16, 16, 32, 512, 512]
   assert list(chunks(70, 32)) == [(0, 32), (32, 32), (64, 16)]
-  assert cache_capacity(70, 10, 32) == 128
+  assert [cache_capacity(70, n, 32) for n in (10, 200)] == [256, 512]
   assert [len(stop_array(range(n))) for n in (0, 8, 9)] == [8, 8, 16]
   assert [len(batch) for batch in batches(MAX_BATCH + 2)] == [33, 33]

@@ -1,5 +1,7 @@
 """A decoder of a few lines with the call contract of the real one, so that the loop compiles in no time."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -9,11 +11,19 @@ from MaxText.common.params import normal, param
 VOCAB, WIDTH = 23, 8
 
 
+class ToyConfig(NamedTuple):
+  """The keys that the loop reads."""
+
+  base_emb_dim: int
+  dtype: str
+
+
 class ToyDecoder(nnx.Module):
   """A recurrent network whose cache also records every token that it read."""
 
   def __init__(self, seed: int = 0):
     rngs = nnx.Rngs(seed)
+    self.cfg = ToyConfig(WIDTH, "float32")
     self.embedding = param(rngs, (VOCAB, WIDTH), ("vocab", "embed"), "float32", normal(1.0))
     self.recurrent = param(rngs, (WIDTH, WIDTH), ("embed", None), "float32", normal(WIDTH**-0.5))
     self.head = param(rngs, (WIDTH, VOCAB), ("embed", "vocab"), "float32", normal(3.0))

@@ -1,7 +1,5 @@
 """MXFP4 bytes mean what the published layout says, and packing is the inverse of unpacking on their grid."""
 
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -11,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from MaxText.kernels.mxfp4 import BLOCK, MxFp4, pack, unpack, unpack_halves
+from tests.locations import OPS
 
-FIXTURE = pathlib.Path(__file__).parents[3] / "shared" / "fixtures" / "ops" / "mxfp4.npz"
+FIXTURE = OPS / "mxfp4.npz"
 VALUES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 CODE_VALUES = np.concatenate([VALUES, -VALUES])
 DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.locations import ORACLE
 from tests.reference import ops
 from tests.reference.generator import k3_config_json, kimi_linear_config_json, write_checkpoint
 from tests.reference.model import Reference
 from tests.reference.tensors import read_directory
 
-ORACLE = Path(__file__).parents[3] / "shared" / "fixtures" / "k3-oracle"
 GOLDEN = Path(__file__).parents[1] / "golden"
 IDS = np.random.default_rng(5).integers(0, 93, 24)
 

@@ -1,23 +1,21 @@
 """The float64 operations against a public port's operator fixtures and the spec's unit values."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
+from tests.locations import OPS
 from tests.reference import ops
 from tests.reference.model import Reference
 
-FIXTURES = Path(__file__).parents[3] / "shared" / "fixtures" / "ops"
 EPS = 1e-5  # of every norm in these fixtures, the MLA norms included
 
-needs_fixtures = pytest.mark.skipif(not FIXTURES.is_dir(), reason=f"operator fixtures absent: {FIXTURES}")
+needs_fixtures = pytest.mark.skipif(not OPS.is_dir(), reason=f"operator fixtures absent: {OPS}")
 
 
 def fixture(name: str) -> dict[str, np.ndarray]:
   """Arrays of one fixture, in float64 where they are real, without the batch axis of one."""
   arrays = {}
-  for key, array in np.load(FIXTURES / f"{name}.npz").items():
+  for key, array in np.load(OPS / f"{name}.npz").items():
     array = array.astype(np.float64) if array.dtype == np.float32 else array
     arrays[key] = array[0] if key in ("in", "out", "in_next", "out_next") and array.ndim == 3 else array
   return arrays
@@ -117,9 +115,9 @@ def test_decay_gate():
 @pytest.mark.parametrize("name", ["kda_recur1", "kda_recur8"])
 def test_delta_rule(name):
   f = fixture(name)
-  q, k, v = (np.load(FIXTURES / f"{name}.npz")[key].astype(np.float64) for key in "qkv")
+  q, k, v = (np.load(OPS / f"{name}.npz")[key].astype(np.float64) for key in "qkv")
   out, state = ops.delta_rule(q * f["q_scale"], k, v, np.log(f["alpha"]), f["beta"])
-  assert_near(out, np.load(FIXTURES / f"{name}.npz")["out"])
+  assert_near(out, np.load(OPS / f"{name}.npz")["out"])
   assert_near(state, f["state_out"])
 
 
