@@ -26,6 +26,7 @@ from MaxText.checkpoints.reader import read_json
 from MaxText.checkpoints.report import Loaded, LoadReport, held_by_dtype
 from MaxText.checkpoints.staging import staged
 from MaxText.common.errors import CheckpointError
+from MaxText.configs.comparison import architecture_differences
 from MaxText.configs.published import from_published
 from MaxText.configs.schema import Config
 from MaxText.kernels.mxfp4 import MxFp4, unpack
@@ -34,10 +35,6 @@ from MaxText.models.kimi_k3 import KimiDecoder
 
 _ARRAYS = "params"
 _BATCH_BYTES = 1 << 30  # of stored arrays on the host at a time while a tree is restacked
-# what may differ between a checkpoint and the configuration it is read with, without a weight changing its
-# meaning
-_FREE = {"model_name", "max_position_embeddings", "initializer_range"}
-_FREE |= {"expert_quantization", "bos_token_id", "eos_token_id", "pad_token_id"}
 
 
 class Piece(NamedTuple):
@@ -182,13 +179,9 @@ def _read_about(directory: Path, cfg: Config) -> tuple[Config, Manifest | None]:
   """Returns the configuration that the tree was saved under, and the manifest of its published source."""
   about = read_orbax_file(directory)
   stored = from_published(read_json(directory / "config.json"), str(directory / "config.json"))
-  architecture = (
-    key for key, field in Config.model_fields.items() if field.is_required() and key not in _FREE
-  )
   differing = [
-    f"{key} {getattr(stored, key)} in the checkpoint, {getattr(cfg, key)} in {cfg.model_name}"
-    for key in architecture
-    if getattr(stored, key) != getattr(cfg, key)
+    f"{key} {theirs} in the checkpoint, {ours} in {cfg.model_name}"
+    for key, theirs, ours in architecture_differences(stored, cfg)
   ]
   if differing:
     raise CheckpointError(f"{directory}: checkpoint of another architecture: {'; '.join(differing[:5])}")

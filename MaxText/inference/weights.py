@@ -10,6 +10,7 @@ from MaxText.checkpoints import load
 from MaxText.checkpoints.directory import kind
 from MaxText.common.errors import CheckpointError
 from MaxText.configs import loader
+from MaxText.configs.comparison import architecture_differences
 from MaxText.configs.schema import Config
 from MaxText.models import registry
 from MaxText.tokenizers.kimi import KimiTokenizer
@@ -18,17 +19,6 @@ from MaxText.tokenizers.registry import has_tokenizer, load_tokenizer
 RANDOM = "random weights"
 MOST_NAMED = 4  # differences that one message spells out
 ASSETS = Path(__file__).parent.parent / "assets"
-
-# what a checkpoint's own configuration may state differently without a weight changing its meaning
-_FREE = {
-  "model_name",
-  "max_position_embeddings",
-  "initializer_range",
-  "expert_quantization",
-  "bos_token_id",
-  "eos_token_id",
-  "pad_token_id",
-}
 
 
 class Source(NamedTuple):
@@ -84,9 +74,7 @@ def differences(cfg: Config, directory: Path) -> str:
   if not (directory / "config.json").is_file():
     return ""
   own = loader.load(directory / "config.json")
-  keys = [key for key, field in Config.model_fields.items() if field.is_required() and key not in _FREE]
-  pairs = ((key, getattr(own, key), getattr(cfg, key)) for key in keys)
-  named = [f"{key} {theirs} there, {ours} here" for key, theirs, ours in pairs if theirs != ours]
+  named = [f"{key} {theirs} there, {ours} here" for key, theirs, ours in architecture_differences(own, cfg)]
   more = f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
   return "; ".join(named[:MOST_NAMED]) + more
 
