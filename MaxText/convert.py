@@ -6,7 +6,6 @@ status 2.
 """
 
 import json
-import logging
 import os
 import re
 import sys
@@ -14,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from MaxText.common.errors import CheckpointError, InputError, UserError
+from MaxText.common import command
+from MaxText.common.errors import CheckpointError, InputError
 from MaxText.configs import loader
 from MaxText.configs.options import ConvertOptions
 from MaxText.configs.published import to_published, write_model_file
@@ -49,21 +49,11 @@ KEYS = (
   "weight_dtype",
   "expert_weights",
 )  # of the model's keys, those that change what is written
-EXIT_USER_ERROR, EXIT_INTERRUPTED = 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
   """Runs the command and returns its exit status."""
-  arguments = list(sys.argv[1:] if arguments is None else arguments)
-  logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-  try:
-    return _command(arguments)
-  except UserError as error:
-    print(f"error: {error}", file=sys.stderr)
-    return EXIT_USER_ERROR
-  except KeyboardInterrupt:
-    print("\ninterrupted", file=sys.stderr)
-    return EXIT_INTERRUPTED
+  return command.run(_command, arguments)
 
 
 def _command(arguments: list[str]) -> int:

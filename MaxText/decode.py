@@ -5,7 +5,6 @@ stderr and exit status 2. Nothing heavy is imported before the configuration is 
 """
 
 import json
-import logging
 import os
 import re
 import sys
@@ -13,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from MaxText.common.errors import InputError, UserError
+from MaxText.common import command
+from MaxText.common.errors import InputError
 from MaxText.configs import loader
 from MaxText.configs.options import DecodeOptions
 from MaxText.configs.schema import Config
@@ -49,25 +49,11 @@ A line of prompts_file is a prompt; in a .jsonl file it is a string, an array of
 with prompt or prompt_ids.
 
 keys and their defaults:"""
-EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 2, 130, 141  # 128 + signal number, as shells report it
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
   """Runs the command and returns its exit status."""
-  arguments = list(sys.argv[1:] if arguments is None else arguments)
-  logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-  try:
-    return _command(arguments)
-  except UserError as error:
-    print(f"error: {error}", file=sys.stderr)
-    return EXIT_USER_ERROR
-  except KeyboardInterrupt:
-    print("\ninterrupted", file=sys.stderr)
-    return EXIT_INTERRUPTED
-  except BrokenPipeError:
-    # whoever read stdout has left; flushing what is buffered at exit must not fail again
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return EXIT_BROKEN_PIPE
+  return command.run(_command, arguments)
 
 
 def _command(arguments: list[str]) -> int:
