@@ -64,7 +64,7 @@ class KimiDeltaAttention(nnx.Module):
     log_decay, beta = self._gates(x)
     out, state = kda(q, k, v, log_decay, beta, memory and memory.state, segment_ids, impl=self.cfg.kda_impl)
     y = self._read_out(out.astype(x.dtype), x)
-    return y, None if cache is None else cache.write(row, KdaCache(window, state))
+    return y, cache and cache.write(row, KdaCache(window, state))
 
   def _mix_short(self, x, memory, segment_ids):
     """Convolved and normalised q, k [B, T, H, K] and v [B, T, H, V] in float32, and the new window."""

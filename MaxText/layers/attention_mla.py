@@ -62,13 +62,14 @@ class GatedLatentAttention(nnx.Module):
     N, P = cfg.qk_nope_head_dim, cfg.qk_rope_head_dim
     q = self._queries(x)
     latent = self._latents(x)
+    memory = None if cache is None else cache.read(row)
     out = mla(
       q[..., :N],
       q[..., N:],
       latent,
       self.k_up[...].astype(x.dtype),
       self.v_up[...].astype(x.dtype),
-      prefix=None if cache is None else cache.prefix(row),
+      prefix=memory and (memory.latent, memory.length),
       segment_ids=segment_ids,
       scale=(N + P) ** -0.5,
       impl=cfg.mla_impl,
@@ -76,7 +77,7 @@ class GatedLatentAttention(nnx.Module):
     out = out.astype(x.dtype).reshape(*x.shape[:2], -1)
     if cfg.mla_use_output_gate:
       out = out * jax.nn.sigmoid(self.g_proj(x))
-    return self.o_proj(out), None if cache is None else cache.append(latent, segment_ids, row)
+    return self.o_proj(out), cache and cache.write(row, memory.append(latent, segment_ids))
 
   def _queries(self, x: Float[Array, "B T D"]) -> Float[Array, "B T H NP"]:
     """Per-head queries [B, T, H, N+P]; the last P channels are matched against the shared tail."""

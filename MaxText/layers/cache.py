@@ -15,9 +15,28 @@ Row = Int[Array, ""] | None
 Leaf = Any  # an array, or what JAX puts in its place: a shape, a sharding, a tracer
 
 
+class LayerMemory:
+  """A layer's own memory, or the pool of a stack that it takes one slice from and puts one slice back to."""
+
+  def read[Memory: "LayerMemory"](self: Memory, row: Row) -> Memory:
+    """Returns this layer's own memory."""
+    if row is None:
+      return self
+    # the barrier makes it a value of its own: read again behind the write, XLA would copy the pool first
+    return jax.lax.optimization_barrier(jax.tree.map(lambda pool: pool[row], self))
+
+  def write[Memory: "LayerMemory"](self: Memory, row: Row, new: Memory) -> Memory:
+    """Replaces this layer's memory by `new`, keeping the stored dtypes."""
+    new = jax.tree.map(lambda old, value: value.astype(old.dtype), self, new)
+    if row is None:
+      return new
+    put = jax.lax.dynamic_update_index_in_dim
+    return jax.tree.map(lambda pool, value: put(pool, value, row, axis=0), self, new)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class KdaCache:
+class KdaCache(LayerMemory):
   """Memory of one linear-attention layer.
 
   Attributes:
@@ -28,20 +47,10 @@ class KdaCache:
   conv: Leaf
   state: Leaf
 
-  def read(self, row: Row) -> "KdaCache":
-    """Returns this layer's own memory."""
-    return self if row is None else _take(self, row)
-
-  def write(self, row: Row, new: "KdaCache") -> "KdaCache":
-    """Replaces this layer's memory by `new`, keeping the stored dtypes."""
-    if row is None:
-      return jax.tree.map(lambda old, value: value.astype(old.dtype), self, new)
-    return jax.tree.map(lambda pool, value: _replace(pool, value, row), self, new)
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class MlaCache:
+class MlaCache(LayerMemory):
   """Latents of one full-attention layer, left-aligned; rows of a batch may have different lengths.
 
   Attributes:
@@ -52,42 +61,21 @@ class MlaCache:
   latent: Leaf
   length: Leaf
 
-  def prefix(self, row: Row) -> tuple[Float[Array, "B S RP"], Int[Array, "B"]]:
-    """Returns this layer's latents [B, S, R+P] and lengths [B], read-only."""
-    own = self if row is None else _take(self, row)
-    return own.latent, own.length
-
-  def append(
-    self, new: Float[Array, "B T RP"], segment_ids: Int[Array, "B T"] | None, row: Row
-  ) -> "MlaCache":
-    """Writes the valid new latents after each row's length.
+  def append(self, new: Float[Array, "B T RP"], segment_ids: Int[Array, "B T"] | None) -> "MlaCache":
+    """Writes the valid new latents of one layer after each row's length.
 
     Args:
       new: [B, T, R+P] latents of this call's tokens.
       segment_ids: [B, T], 0 = padding. A row that ends in another segment than it began with keeps the last.
-      row: which layer of a stacked pool.
 
     The caller guarantees length + new tokens <= S; a latent past the end is dropped, never wrapped.
     """
     B, T, _ = new.shape
     S = self.latent.shape[-2]
-    latent, length = self.prefix(row)
-    slot, total = _slots(length, T, segment_ids)
+    slot, total = _slots(self.length, T, segment_ids)
     slot = jnp.where(slot < 0, S, slot)  # past the end: dropped
-    latent = latent.at[jnp.arange(B)[:, None], slot].set(new.astype(latent.dtype), mode="drop")
-    own = MlaCache(latent, jnp.minimum(total, S))
-    # one slice goes back: scattered tokens of a carried pool made XLA:CPU copy the whole pool, twice a layer
-    return own if row is None else jax.tree.map(lambda pool, value: _replace(pool, value, row), self, own)
-
-
-def _take[Cache: (KdaCache, MlaCache)](pools: Cache, row: Int[Array, ""]) -> Cache:
-  """One layer's slice of every pool."""
-  # the barrier makes it a value of its own: read again behind the write, XLA would copy the whole pool first
-  return jax.lax.optimization_barrier(jax.tree.map(lambda pool: pool[row], pools))
-
-
-def _replace(pool: Array, value: Array, row: Int[Array, ""]) -> Array:
-  return jax.lax.dynamic_update_index_in_dim(pool, value.astype(pool.dtype), row, axis=0)
+    latent = self.latent.at[jnp.arange(B)[:, None], slot].set(new.astype(self.latent.dtype), mode="drop")
+    return MlaCache(latent, jnp.minimum(total, S))
 
 
 def _slots(

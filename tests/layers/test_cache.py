@@ -20,7 +20,7 @@ def stored(cache, b):
 
 
 def test_rows_of_unequal_length_append_behind_their_own_end():
-  cache = filled([0, 3]).append(tokens(2, 2), None, None)
+  cache = filled([0, 3]).append(tokens(2, 2), None)
   assert stored(cache, 0) == [1, 2, -1, -1, -1, -1, -1, -1]
   assert stored(cache, 1) == [-1, -1, -1, 3, 4, -1, -1, -1]
   assert cache.length.tolist() == [2, 5]
@@ -28,7 +28,7 @@ def test_rows_of_unequal_length_append_behind_their_own_end():
 
 def test_padding_left_right_and_between_is_not_stored():
   segments = jnp.int32([[0, 1, 1, 0], [1, 0, 1, 0], [0, 0, 0, 0]])
-  cache = filled([1, 0, 2]).append(tokens(3, 4), segments, None)
+  cache = filled([1, 0, 2]).append(tokens(3, 4), segments)
   assert stored(cache, 0)[:4] == [-1, 2, 3, -1]
   assert stored(cache, 1)[:3] == [5, 7, -1]
   assert stored(cache, 2) == [-1] * 8
@@ -36,19 +36,20 @@ def test_padding_left_right_and_between_is_not_stored():
 
 
 def test_a_row_that_ends_in_another_document_keeps_that_one_only():
-  cache = filled([2]).append(tokens(1, 5), jnp.int32([[4, 4, 7, 7, 0]]), None)
+  cache = filled([2]).append(tokens(1, 5), jnp.int32([[4, 4, 7, 7, 0]]))
   assert stored(cache, 0)[:3] == [3, 4, -1]
   assert cache.length.tolist() == [2]
 
 
 def test_a_row_past_the_end_is_dropped_not_wrapped():
-  cache = filled([7]).append(tokens(1, 3), None, None)
+  cache = filled([7]).append(tokens(1, 3), None)
   assert stored(cache, 0) == [-1] * 7 + [1]
   assert cache.length.tolist() == [8]
 
 
 def test_a_stacked_pool_writes_its_own_row_only():
-  cache = filled([1, 0], stack=(3,)).append(tokens(2, 1), None, jnp.int32(1))
+  pool, row = filled([1, 0], stack=(3,)), jnp.int32(1)
+  cache = pool.write(row, pool.read(row).append(tokens(2, 1), None))
   assert np.all(cache.latent[jnp.array([0, 2])] == -1)
   assert stored(MlaCache(cache.latent[1], cache.length[1]), 0)[:2] == [-1, 1]
   assert cache.length.tolist() == [[1, 0], [2, 1], [1, 0]]
