@@ -19,6 +19,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from MaxText.common import choices
 from MaxText.inference.sampling import Sampling, sample
 
 SMALLEST_BUCKET = 16
@@ -193,8 +194,12 @@ class Program:
     """Programs compiled so far."""
     return len(self._compiled)
 
-  def job(self, params: Any, *arrays: Any, **static: int) -> Callable[[], None] | None:
-    """Returns what compiles the program for these shapes, in any thread, or None when that is done."""
+  def job(self, params: Any, *arrays: Any, **static: int) -> Callable[[], Callable[[], None]] | None:
+    """Returns what traces the program for these shapes, or None when it is compiled already.
+
+    Tracing has to happen in the thread of the caller, whose jax settings it follows; it returns what
+    compiles the program, in any thread.
+    """
     key, tree, donated, kept = self._split(arrays, static)
     if key in self._compiled:
       return None
@@ -203,10 +208,15 @@ class Program:
     def flat(params, donated, kept):
       return self._function(params, *jax.tree.unflatten(tree, donated + kept), **static)
 
-    def compile_program() -> None:
-      self._compiled[key] = jax.jit(flat, donate_argnums=1).lower(params, donated, kept).compile()
+    def trace() -> Callable[[], None]:
+      lowered = jax.jit(flat, donate_argnums=1).lower(params, donated, kept)
 
-    return compile_program
+      def compile_program() -> None:
+        self._compiled[key] = lowered.compile()
+
+      return compile_program
+
+    return trace
 
   def __call__(self, params: Any, *arrays: Any, **static: int) -> Any:
     """Runs the program of these shapes and static values, which has to be compiled."""
@@ -227,7 +237,8 @@ class DecodeLoop:
   Attributes:
     prefill_chunk: most prompt tokens that one program reads.
     steps: most tokens a row that one dispatch picks.
-    compile_seconds: time spent on compiling so far.
+    compile_seconds: time spent on tracing and compiling so far.
+    implementations: operation -> implementations that the programs so far were traced with.
   """
 
   def __init__(self, decoder: nnx.Module, *, prefill_chunk: int = 512, steps: int = 32):
@@ -246,6 +257,7 @@ class DecodeLoop:
     self.prefill_chunk = prefill_chunk
     self.steps = steps
     self.compile_seconds = 0.0
+    self.implementations: choices.Choices = {}
 
   @property
   def program_count(self) -> int:
@@ -309,13 +321,13 @@ class DecodeLoop:
     self._compile(self._logits.job(self._params, *arrays))
     return np.asarray(self._logits(self._params, *arrays)[0, : len(ids)])
 
-  def _compile(self, *jobs: Callable[[], None] | None) -> None:
+  def _compile(self, *jobs: Callable[[], Callable[[], None]] | None) -> None:
     """Compiles side by side what is not compiled yet: one program keeps little more than a core busy."""
     wanted = [job for job in jobs if job is not None]
     if wanted:
       started = time.perf_counter()
-      with ThreadPoolExecutor() as pool:
-        for done in [pool.submit(job) for job in wanted]:
+      with ThreadPoolExecutor() as pool, choices.collect(self.implementations):
+        for done in [pool.submit(trace()) for trace in wanted]:
           done.result()
       self.compile_seconds += time.perf_counter() - started
 

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from MaxText.common.errors import InputError
 from MaxText.tokenizers.kimi import KimiTokenizer
 
@@ -117,11 +119,25 @@ def encode(prompt: Prompt, tokenizer: KimiTokenizer | None, vocab_size: int, nam
       )
     ids = tokenizer.encode(prompt) if prompt else []
   else:
-    ids = list(prompt)
+    ids = as_ids(prompt, name)
   if not ids:
     raise InputError(f"{name}: empty prompt; it needs at least one token")
   check_ids(ids, vocab_size, name)
   return [int(token) for token in ids]
+
+
+def as_ids(ids: Any, name: str) -> list[Any]:
+  """Returns a sequence or a 1-D array (numpy, jax) of ids as a list of Python values, or one id as a list.
+
+  Raises:
+    InputError: the value is no sequence, or an array of another rank.
+  """
+  values = np.asarray(ids).tolist() if hasattr(ids, "__array__") else ids
+  if _is_int(values, -math.inf):
+    return [values]
+  if not isinstance(values, Sequence) or any(isinstance(value, list) for value in values):
+    raise InputError(f"{name}: got {type(ids).__name__}, expected a flat sequence of token ids")
+  return list(values)
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, name: str) -> None:
@@ -158,13 +174,13 @@ def read_prompts(path: Path) -> list[Prompt]:
     InputError: the file is missing or no text, has no line, an empty one, or one of another form.
   """
   try:
-    text = path.read_text(encoding="utf-8")
+    text = path.read_bytes().decode("utf-8-sig")
   except OSError as failure:
     raise InputError(f"prompts_file: {path}: {failure.strerror}") from None
   except UnicodeDecodeError as failure:
     raise InputError(f"prompts_file: {path}: not UTF-8 at byte {failure.start}") from None
   # only line feeds separate prompts: str.splitlines would cut at form feeds and others inside them
-  lines = text.removesuffix("\n").split("\n") if text else []
+  lines = [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")] if text else []
   if not lines:
     raise InputError(f"prompts_file: {path}: no prompts; write one a line")
   parse = _json_prompt if path.suffix == ".jsonl" else lambda line, name: line

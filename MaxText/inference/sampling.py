@@ -42,7 +42,7 @@ def rows(batch: int, temperature: float, top_k: int, top_p: float, seed: int | S
   """Returns the same settings for `batch` rows; `seed` may be one for all or one a row."""
   return Sampling(
     temperature=np.full(batch, temperature, np.float32),
-    top_k=np.full(batch, top_k, np.int32),
+    top_k=np.full(batch, min(top_k, np.iinfo(np.int32).max), np.int32),
     top_p=np.full(batch, top_p, np.float32),
     seed=np.broadcast_to(np.asarray(seed, np.uint32), (batch,)),
   )
