@@ -179,7 +179,7 @@ def test_an_orbax_checkpoint_gives_the_same_answer(answers, checkpoint, tmp_path
 IDS = "prompt_ids=5"
 MISTAKES = {
   "no prompt": ((), "no prompt: give prompt=TEXT"),
-  "two prompts": (("prompt=x", IDS), "exclude each other"),
+  "two prompts": (("prompt=x", IDS), "command line: prompt: excludes prompt_ids; give one"),
   "empty prompt": (("prompt=",), "prompt: empty prompt"),
   "no ids": (("prompts_file=/nowhere/x.txt",), "/nowhere/x.txt: No such file"),
   "unknown id": (("prompt_ids=5,1024",), "token id 1024: outside the vocabulary, expected 0 to 1023"),

@@ -38,7 +38,7 @@ class DecodeOptions(Options):
   def _one_prompt(self) -> "DecodeOptions":
     given = [key for key in ("prompt", "prompt_ids", "prompts_file") if getattr(self, key) is not None]
     if len(given) > 1:
-      raise ValueError(f"{' and '.join(given)} exclude each other; give one")
+      raise ValueError(f"{given[0]}: excludes {' and '.join(given[1:])}; give one")
     return self
 
 
