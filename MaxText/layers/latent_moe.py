@@ -15,6 +15,7 @@ from MaxText.configs.schema import Config
 from MaxText.kernels.grouped_matmul import grouped_mlp
 from MaxText.kernels.mxfp4 import MxFp4
 from MaxText.layers.cache import Row
+from MaxText.layers.expert_dispatch import ExpertMesh, dispatch
 from MaxText.layers.mlp import Mlp
 from MaxText.layers.normalization import RMSNorm
 from MaxText.layers.projection import Projection
@@ -41,7 +42,12 @@ class LatentMoe(nnx.Module):
       self.shared_experts = Mlp(cfg, cfg.shared_experts * cfg.base_moe_mlp_dim, rngs=rngs)
 
   def __call__(
-    self, x: Float[Array, "B T D"], segment_ids: Int[Array, "B T"] | None = None, *, row: Row = None
+    self,
+    x: Float[Array, "B T D"],
+    segment_ids: Int[Array, "B T"] | None = None,
+    *,
+    row: Row = None,
+    place: ExpertMesh | None = None,
   ) -> Float[Array, "B T D"]:
     """Runs the block on x [B, T, D]; padding (segment 0) is sent to no expert and counted by none.
 
@@ -49,6 +55,7 @@ class LatentMoe(nnx.Module):
       x: [B, T, D] normalised activations.
       segment_ids: [B, T], 0 = padding; None when every token is valid.
       row: which layer of stacked expert weights.
+      place: the devices that share the experts, or None for one device.
 
     Returns:
       [B, T, D] in x.dtype.
@@ -58,7 +65,7 @@ class LatentMoe(nnx.Module):
     latent = self.cfg.routed_expert_hidden_size is not None
     z = self.routed_expert_down_proj(tokens) if latent else tokens
     valid = None if segment_ids is None else (segment_ids != 0).reshape(-1)
-    y = self.experts(z, ids, weights, valid, row=row).astype(x.dtype)
+    y = self.experts(z, ids, weights, valid, row=row, place=place).astype(x.dtype)
     if self.cfg.latent_moe_use_norm:
       # after the whole sum over experts: under expert parallelism the partial sums are reduced first
       y = self.routed_expert_norm(y)
@@ -94,6 +101,7 @@ class Experts(nnx.Module):
     valid: Bool[Array, "M"] | None,
     *,
     row: Row = None,
+    place: ExpertMesh | None = None,
   ) -> Float[Array, "M L"]:
     """Sums the chosen experts' outputs, products and sum in float32.
 
@@ -103,11 +111,16 @@ class Experts(nnx.Module):
       weights: [M, A] float32 combine weights.
       valid: [M], false for padding; None when every token is valid.
       row: which layer of a stack.
+      place: the devices that share the experts, or None for one device.
 
     Returns:
       [M, L] float32.
     """
     M, A = ids.shape
+    if place is not None:
+      valid = jnp.ones(M, bool) if valid is None else valid
+      matrices = self.weight("w1"), self.weight("w3"), self.weight("w2")
+      return dispatch(self.cfg, place, z, ids, weights, valid, matrices, row)[0]
     E = self.cfg.num_experts
     picks = ids.reshape(-1) if valid is None else jnp.where(valid[:, None], ids, E).reshape(-1)
     order = jnp.argsort(picks, stable=True)

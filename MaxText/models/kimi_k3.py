@@ -22,6 +22,7 @@ from MaxText.layers.mlp import Mlp
 from MaxText.layers.normalization import RMSNorm
 from MaxText.layers.projection import Projection, project
 from MaxText.models.layer_plan import LayerPlan, layer_plan
+from MaxText.models.sharding import Layout, constrain_cache
 
 # A scan closes over the expert stacks and indexes them by row: of `xs`, every compiler would copy a slice.
 _EXPERTS = nnx.PathContains("experts")
@@ -52,6 +53,7 @@ class DecoderLayer(nnx.Module):
     *,
     layer: int | Int[Array, ""],
     row: Row = None,
+    layout: Layout | None = None,
   ) -> tuple[ResidualStream, LayerCache | None]:
     """Runs one layer.
 
@@ -61,6 +63,7 @@ class DecoderLayer(nnx.Module):
       segment_ids: [B, T], 0 = padding; None when every token is valid.
       layer: 0-based depth, traced inside a scan.
       row: which layer of stacked weights and pools.
+      layout: of the devices, or None for one.
 
     Returns:
       The stream after both additions, and the memory after the last valid token.
@@ -69,17 +72,25 @@ class DecoderLayer(nnx.Module):
     h = stream.prefix if plain else self.self_attention_res(stream)
     stream = stream.close_block(layer, self.cfg.attn_res_block_size)
     out, cache = self.self_attn(self.input_layernorm(h), cache, segment_ids, row=row)
-    stream = stream.add(out)
+    stream = stream.add(_by_rows(layout, out))
     h = self.post_attention_layernorm(stream.prefix if plain else self.mlp_res(stream))
-    out = self.mlp(h) if hasattr(self, "mlp") else self.block_sparse_moe(h, segment_ids, row=row)
-    return stream.add(out), cache
+    if hasattr(self, "mlp"):
+      out = self.mlp(h)
+    else:
+      out = self.block_sparse_moe(h, segment_ids, row=row, place=layout and layout.experts)
+    return stream.add(_by_rows(layout, out)), cache
 
 
 class KimiDecoder(nnx.Module):
-  """Embedding, the stack of layers, output mixture, norm and head."""
+  """Embedding, the stack of layers, output mixture, norm and head.
+
+  Attributes:
+    layout: how the decoder lies on many devices, or None for one; static, and set from outside.
+  """
 
   def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
     self.cfg = cfg
+    self.layout: Layout | None = None
     self.plan = layer_plan(cfg, scans(cfg))
     build = lambda index: DecoderLayer(cfg, index, rngs=rngs)
     self.embed_tokens = Embedding(cfg, rngs=rngs)
@@ -124,7 +135,7 @@ class KimiDecoder(nnx.Module):
     x = self.embed_tokens(ids)
     if segment_ids is not None:
       x = jnp.where((segment_ids != 0)[..., None], x, jnp.zeros_like(x))
-    stream = ResidualStream.start(self.cfg, x)
+    stream = ResidualStream.start(self.cfg, _by_rows(self.layout, x))
     stream, head = self._run(self.layers, stream, cache and cache.layers, segment_ids, 0)
     cycles, tail = (), ()
     if self.plan.repeats:
@@ -133,7 +144,10 @@ class KimiDecoder(nnx.Module):
         self.epilogue, stream, cache and cache.epilogue, segment_ids, self.plan.scanned_end
       )
     h = stream.prefix if self.cfg.attn_res_block_size is None else self.output_attn_res(stream)
-    return self.norm(h), None if cache is None else DecoderCache(head, cycles, tail)
+    if cache is None:
+      return self.norm(h), None
+    cache = DecoderCache(head, cycles, tail)
+    return self.norm(h), cache if self.layout is None else constrain_cache(self.layout, cache)
 
   def logits(self, h: Float[Array, "*B D"]) -> Float[Array, "*B vocab"]:
     """Projects hidden states [..., D] to logits [..., vocab] float32; no scale, no cap (spec 2.8)."""
@@ -143,13 +157,15 @@ class KimiDecoder(nnx.Module):
 
   def init_cache(self, batch: int, capacity: int) -> DecoderCache:
     """Returns an empty cache for `batch` rows of up to `capacity` tokens each."""
-    return init_cache(self.cfg, self.plan, batch, capacity)
+    cache = init_cache(self.cfg, self.plan, batch, capacity)
+    return cache if self.layout is None else constrain_cache(self.layout, cache)
 
   def _run(self, layers, stream, caches, segment_ids, start):
     """Unrolled layers from depth `start` on."""
     new = []
     for i, layer in enumerate(layers):
-      stream, cache = layer(stream, caches and caches[i], segment_ids, layer=start + i)
+      cache = caches and caches[i]
+      stream, cache = layer(stream, cache, segment_ids, layer=start + i, layout=self.layout)
       new.append(cache)
     return stream, tuple(new)
 
@@ -173,7 +189,7 @@ class KimiDecoder(nnx.Module):
         cache = caches and caches[position]
         depth = start + row * period + position
         stack_row = None if caches is None else row
-        stream, cache = layer(stream, cache, segment_ids, layer=depth, row=stack_row)
+        stream, cache = layer(stream, cache, segment_ids, layer=depth, row=stack_row, layout=self.layout)
         new.append(cache)
       return (stream, caches and tuple(new)), None
 
@@ -182,6 +198,11 @@ class KimiDecoder(nnx.Module):
       closed = -(-self.plan.scanned_end // self.cfg.attn_res_block_size)
       stream = dataclasses.replace(stream, closed=closed)
     return stream, caches
+
+
+def _by_rows(layout: Layout | None, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+  """Splits what enters the residual stream by rows: here the partial sums of a sub-layer are added up."""
+  return x if layout is None else layout.constrain(x, "activation_batch", None, None)
 
 
 def scans(cfg: Config) -> bool:
