@@ -91,6 +91,8 @@ def restore_orbax(
   stored = ParameterTree(registry.abstract(stored_cfg))
   cfg = stored_experts(cfg, stored_cfg.packs_experts)
   tree = ParameterTree(registry.abstract(cfg))
+  if callable(mesh_shardings):
+    mesh_shardings = mesh_shardings(tree.model)
   with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
     archive = _Archive(directory / _ARRAYS, checkpointer)
     archive.check(stored)

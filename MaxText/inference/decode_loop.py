@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from MaxText.common import choices
 from MaxText.inference.sampling import Sampling, sample
+from MaxText.models.sharding import Layout, settle
 
 SMALLEST_BUCKET = 16
 STOP_BUCKET = 8
@@ -183,10 +184,17 @@ class Program:
   That keeps the compile time out of every other figure, and nothing can recompile unseen.
   """
 
-  def __init__(self, function: Callable, *, donates: bool = False):
-    """Wraps `function`; with `donates`, its first argument after the parameters is consumed by a call."""
+  def __init__(self, function: Callable, *, donates: bool = False, layout: Layout | None = None):
+    """Wraps `function`.
+
+    Args:
+      function: of parameters, arrays and static numbers.
+      donates: its first argument after the parameters is consumed by a call.
+      layout: of the devices that it runs on, or None for one.
+    """
     self._function = function
     self._donates = donates
+    self._layout = layout
     self._compiled: dict[tuple, jax.stages.Compiled] = {}
 
   @property
@@ -203,10 +211,11 @@ class Program:
     key, tree, donated, kept = self._split(arrays, static)
     if key in self._compiled:
       return None
-    donated, kept = ([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves] for leaves in (donated, kept))
+    donated, kept = ([_abstract(x) for x in leaves] for leaves in (donated, kept))
 
     def flat(params, donated, kept):
-      return self._function(params, *jax.tree.unflatten(tree, donated + kept), **static)
+      out = self._function(params, *jax.tree.unflatten(tree, donated + kept), **static)
+      return settle(self._layout, out)
 
     def trace() -> Callable[[], None]:
       lowered = jax.jit(flat, donate_argnums=1).lower(params, donated, kept)
@@ -231,22 +240,32 @@ class Program:
     return key, tree, leaves[:donated], leaves[donated:]
 
 
+def _abstract(x: Any) -> jax.ShapeDtypeStruct:
+  """What a program is compiled for: a host array may come to lie anywhere, one on devices stays where it is."""
+  return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None))
+
+
 class DecodeLoop:
   """A decoder's parameters and its compiled programs.
 
   Attributes:
     prefill_chunk: most prompt tokens that one program reads.
     steps: most tokens a row that one dispatch picks.
+    row_multiple: rows that every batch has to be a multiple of.
     compile_seconds: time spent on tracing and compiling so far.
     implementations: operation -> implementations that the programs so far were traced with.
   """
 
-  def __init__(self, decoder: nnx.Module, *, prefill_chunk: int = 512, steps: int = 32):
+  def __init__(
+    self, decoder: nnx.Module, *, prefill_chunk: int = 512, steps: int = 32, layout: Layout | None = None
+  ):
     graph, self._params = nnx.split(decoder)
 
     def program(method: Callable, donates: bool = False) -> Program:
       return Program(
-        lambda params, *rest, **kw: method(nnx.merge(graph, params), *rest, **kw), donates=donates
+        lambda params, *rest, **kw: method(nnx.merge(graph, params), *rest, **kw),
+        donates=donates,
+        layout=layout,
       )
 
     self._start = program(start)
@@ -256,6 +275,7 @@ class DecodeLoop:
     self._logits = program(lambda decoder, ids, segment_ids: decoder(ids, None, segment_ids)[0])
     self.prefill_chunk = prefill_chunk
     self.steps = steps
+    self.row_multiple = 1 if layout is None else layout.row_multiple
     self.compile_seconds = 0.0
     self.implementations: choices.Choices = {}
 
@@ -317,7 +337,8 @@ class DecodeLoop:
 
   def logits(self, ids: Sequence[int]) -> np.ndarray:
     """Returns the [T, V] float32 logits after each of T tokens, read in one shot without a cache."""
-    arrays = padded([ids], bucket(len(ids), largest=1 << 62))
+    rows = [ids, *[()] * (self.row_multiple - 1)]
+    arrays = padded(rows, bucket(len(ids), largest=1 << 62))
     self._compile(self._logits.job(self._params, *arrays))
     return np.asarray(self._logits(self._params, *arrays)[0, : len(ids)])
 

@@ -1,5 +1,6 @@
 """Finds the weights and the tokenizer of a model: a checkpoint, the package's own, or random numbers."""
 
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from MaxText.configs import loader
 from MaxText.configs.comparison import architecture_differences
 from MaxText.configs.schema import Config
 from MaxText.models import registry
+from MaxText.models.sharding import Layout, parameter_shardings, place
 from MaxText.tokenizers.kimi import KimiTokenizer
 from MaxText.tokenizers.registry import has_tokenizer, load_tokenizer
 
@@ -98,13 +100,16 @@ def read_tokenizer(cfg: Config, source: Source) -> KimiTokenizer | None:
   return load_tokenizer(directory, cfg.vocab_size)
 
 
-def read_decoder(cfg: Config, source: Source, seed: int = 0) -> tuple[nnx.Module, str]:
+def read_decoder(
+  cfg: Config, source: Source, seed: int = 0, layout: Layout | None = None
+) -> tuple[nnx.Module, str]:
   """Returns the decoder with its weights, and in words where they came from.
 
   Args:
     cfg: the architecture and the dtypes to hold.
     source: from `find`.
     seed: of random weights.
+    layout: of the devices that hold them, or None for one.
 
   Raises:
     CheckpointError: the checkpoint is damaged or does not fit.
@@ -112,6 +117,9 @@ def read_decoder(cfg: Config, source: Source, seed: int = 0) -> tuple[nnx.Module
   if source.directory is None:
     # any random bits will do, and those of this generator compile in a third of the default's time
     rngs = nnx.Rngs(jax.random.key(seed, impl="unsafe_rbg"))
-    return registry.build(cfg, rngs), f"{RANDOM}, seed {seed} ({source.note})"
-  loaded = load.load(source.directory, cfg)
+    decoder = registry.build(cfg, rngs)
+    return place(decoder, layout), f"{RANDOM}, seed {seed} ({source.note})"
+  shardings = None if layout is None else partial(parameter_shardings, layout)
+  loaded = load.load(source.directory, cfg, mesh_shardings=shardings)
+  loaded.model.layout = layout
   return loaded.model, str(source.directory)

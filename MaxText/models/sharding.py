@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -172,6 +172,21 @@ def parameter_shardings(layout: Layout, decoder: nnx.Module) -> dict[str, NamedS
   return {param.path: layout.sharding(param.names) for param in found}
 
 
+def place[Decoder: nnx.Module](decoder: Decoder, layout: Layout | None) -> Decoder:
+  """Returns a decoder of the same weights, laid out over the devices and knowing it."""
+  if layout is None:
+    return decoder
+  shardings = parameter_shardings(layout, decoder)
+  graph, state = nnx.split(decoder)
+  flat = [
+    (keys, variable.replace(jax.device_put(variable.get_value(), shardings[".".join(map(str, keys))])))
+    for keys, variable in nnx.to_flat_state(state)
+  ]
+  placed = nnx.merge(graph, nnx.from_flat_state(flat))
+  placed.layout = layout
+  return placed
+
+
 def _check_divisible(layout: Layout, found: Sequence[Dimensions]) -> None:
   """Refuses the smallest dimension that does not divide: heads, rather than their channels."""
   wrong = [
@@ -267,3 +282,17 @@ def cache_shardings(layout: Layout, cache: DecoderCache) -> DecoderCache:
 def constrain_cache(layout: Layout, cache: DecoderCache) -> DecoderCache:
   """Fixes the layout of every leaf of a cache, inside a compiled program."""
   return jax.lax.with_sharding_constraint(cache, cache_shardings(layout, cache))
+
+
+def settle(layout: Layout | None, state: Any) -> Any:
+  """Fixes the layout of what a compiled program hands to the next: caches by rows, all else whole everywhere.
+
+  Without it the compiler would choose, and the next program would be compiled for another layout.
+  """
+  if layout is None:
+    return state
+  is_cache = lambda node: isinstance(node, DecoderCache)
+  fix = lambda node: (
+    constrain_cache(layout, node) if is_cache(node) else layout.constrain(node, *[None] * node.ndim)
+  )
+  return jax.tree.map(fix, state, is_leaf=is_cache)
