@@ -24,6 +24,10 @@ class InputError(UserError):
   """A prompt, token id or sampling setting that cannot be served."""
 
 
+class TrainingError(UserError):
+  """A training run that cannot go on: its loss or gradients are no numbers."""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
   """Returns `", did you mean 'x'?"` for the closest known name, or an empty string."""
   close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
