@@ -6,9 +6,9 @@ from collections import deque
 
 from tqdm import tqdm
 
-LINES = 50  # about so many when nobody watches a bar
-_BAR = "step {n}/{total} |{bar}| {postfix}"
+LINES = 50  # about so many where nobody watches a bar
 _RECENT = 20  # steps that the speed is measured over
+_BAR = "step {n}/{total} |{bar:24}| {postfix}"
 
 
 class Progress:
@@ -16,36 +16,30 @@ class Progress:
 
   def __init__(self, steps: int, tokens_per_step: int):
     self._steps, self._tokens = steps, tokens_per_step
+    # from the end of the first step on: the first one compiles
     self._times: deque[float] = deque(maxlen=_RECENT + 1)
     self._every = max(1, steps // LINES)
     self._bar: tqdm | None = None
-    self.loss: float | None = None
 
   def step(self, number: int, loss: float) -> None:
     """Notes that 0-based step `number` is done, with its mean loss in nats."""
     self._times.append(time.monotonic())
-    self.loss = loss
+    text = self._text(number, loss)
     if sys.stderr.isatty():
       if self._bar is None:
-        self._bar = tqdm(total=self._steps, initial=number, dynamic_ncols=True, bar_format=_BAR)
-      self._bar.set_postfix_str(self._line(number), refresh=False)
+        self._bar = tqdm(total=self._steps, initial=number, bar_format=_BAR, dynamic_ncols=True)
+      self._bar.set_postfix_str(text, refresh=False)
       self._bar.update(1)
     elif (number + 1) % self._every == 0 or number + 1 == self._steps:
-      left = tqdm.format_interval((self._steps - number - 1) * self._seconds_per_step)
-      speed = f"{self.tokens_per_second:,.0f} tokens/s"
-      print(
-        f"step {number + 1}/{self._steps}  loss {loss:.4f}  {speed}  {left} left", file=sys.stderr, flush=True
-      )
+      print(f"step {number + 1}/{self._steps}  {text}", file=sys.stderr, flush=True)
 
-  @property
-  def _seconds_per_step(self) -> float:
-    # from the end of the first step on, which compiles
-    return (self._times[-1] - self._times[0]) / max(1, len(self._times) - 1)
-
-  @property
-  def tokens_per_second(self) -> float:
-    """Speed over the last steps, padding counted."""
-    return self._tokens / max(self._seconds_per_step, 1e-9)
+  def _text(self, number: int, loss: float) -> str:
+    measured = len(self._times) - 1
+    if not measured:
+      return f"loss {loss:.4f}"
+    seconds = max(self._times[-1] - self._times[0], 1e-9) / measured
+    left = tqdm.format_interval((self._steps - number - 1) * seconds)
+    return f"loss {loss:.4f}  {self._tokens / seconds:,.0f} tokens/s  {left} left"
 
   def close(self) -> None:
     """Leaves the bar as it is."""
