@@ -81,10 +81,13 @@ def _command(arguments: list[str]) -> int:
 
 
 def _train(config: str, cfg: Config, options: TrainOptions, passed: dict[str, Any]) -> None:
+  from MaxText.checkpoints.directory import kind
   from MaxText.inference.memory import check_fits
   from MaxText.training import run
 
   check_fits(cfg)
+  if options.checkpoint is None and kind(config):  # a directory means its weights too
+    options = options.model_copy(update={"checkpoint": config})
   if options.run_name is None:
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     options = options.model_copy(update={"run_name": f"{cfg.model_name}-{stamp}"})

@@ -95,8 +95,9 @@ def find(config: str | Path) -> Path:
   for path in (Path(text), CONFIGS.parent / inside, CONFIGS / inside, MODELS / text, MODELS / f"{text}.yml"):
     if path.is_file():
       return path
-    if (path / "config.json").is_file():
-      return path / "config.json"
+    for home in (path, path.parent.parent) if path.parent.name == "checkpoints" else (path,):
+      if (home / "config.json").is_file():  # a checkpoint of a training run lies in RUN/checkpoints/STEP
+        return home / "config.json"
   if Path(text).is_dir():
     raise ConfigError(f"{text}: this directory holds no config.json")
   models = known_models()

@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 
 from MaxText.checkpoints import load
-from MaxText.checkpoints.directory import kind
+from MaxText.checkpoints.directory import home, kind
 from MaxText.common.errors import CheckpointError
 from MaxText.configs import loader
 from MaxText.configs.comparison import architecture_differences
@@ -59,8 +59,10 @@ def find(cfg: Config, checkpoint: str | None, config: str | None = None) -> Sour
         f"checkpoint: {checkpoint}: another architecture than the configuration: {differing}"
       )
     return Source(directory)
-  if config is not None and (file := loader.find(config)).name == "config.json" and kind(file.parent):
-    return Source(file.parent)
+  if config is not None and (file := loader.find(config)).name == "config.json":
+    directory = Path(config) if Path(config).is_dir() else file.parent  # of a training run, one checkpoint
+    if kind(directory):
+      return Source(directory)
   bundled = ASSETS / cfg.model_name
   if kind(bundled) is None:
     return Source(None, "no checkpoint= was given")
@@ -85,8 +87,8 @@ def read_tokenizer(cfg: Config, source: Source) -> KimiTokenizer | None:
   Raises:
     CheckpointError: the vocabulary is damaged, or of another size than the model's.
   """
-  if source.directory is not None and has_tokenizer(source.directory):
-    return load_tokenizer(source.directory, cfg.vocab_size)
+  if source.directory is not None and has_tokenizer(home(source.directory)):
+    return load_tokenizer(home(source.directory), cfg.vocab_size)
   return None
 
 

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from MaxText.checkpoints.directory import write_companions
+from MaxText.checkpoints.directory import RUN_FILE, read_orbax_file, write_companions, write_orbax_file
 from MaxText.checkpoints.layout import ParameterTree
 from MaxText.checkpoints.load import load_params
 from MaxText.checkpoints.reader import read_json
@@ -188,15 +188,20 @@ def _hardware() -> str:
 def _prepare(directory: Path, cfg: Config, companions: Path | None) -> None:
   """Makes the directory of a new run, or checks that the one of an earlier run has the same architecture."""
   stored = directory / "config.json"
-  if stored.is_file():
+  if (directory / RUN_FILE).is_file():
     theirs = from_published(read_json(stored), str(stored))
     differing = [f"{key} {then} then, {now} now" for key, then, now in architecture_differences(theirs, cfg)]
     if differing:
       raise CheckpointError(f"{directory}: a run of another architecture: {'; '.join(differing[:4])}")
+    layout = read_orbax_file(directory, RUN_FILE)["layout"]
+    for key, now in (("scan_layers", cfg.scan_layers), ("weight_dtype", cfg.parameter_dtype)):
+      if layout[key] != now:
+        raise CheckpointError(f"{directory}: {key} is {layout[key]} in this run, {now} now")
     return
   try:
     directory.mkdir(parents=True, exist_ok=True)
     write_companions(directory, cfg, companions)
+    write_orbax_file(directory, RUN_FILE, cfg)
   except OSError as error:
     raise CheckpointError(f"{directory}: cannot be written: {error}") from None
 
