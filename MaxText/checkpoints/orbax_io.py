@@ -93,7 +93,7 @@ def restore_orbax(
   """Restores a decoder of `cfg`, whatever layout the checkpoint was saved in; arguments as in `load.load`.
 
   Args:
-    directory: from `save_orbax`; or a training run, whose last checkpoint is meant, or one of its checkpoints.
+    directory: from `save_orbax`; or a training run, for its last checkpoint, or one of its checkpoints.
     cfg: the architecture and the dtypes to hold.
     mesh_shardings: as in `load.load`.
     progress: as in `load.load`.
