@@ -42,7 +42,7 @@ class LatentMoe(nnx.Module):
 
   def __call__(
     self, x: Float[Array, "B T D"], segment_ids: Int[Array, "B T"] | None = None, *, row: Row = None
-  ) -> Float[Array, "B T D"]:
+  ) -> tuple[Float[Array, "B T D"], Int[Array, "E"]]:
     """Runs the block on x [B, T, D]; padding (segment 0) is sent to no expert and counted by none.
 
     Args:
@@ -51,21 +51,22 @@ class LatentMoe(nnx.Module):
       row: which layer of stacked expert weights.
 
     Returns:
-      [B, T, D] in x.dtype.
+      [B, T, D] in x.dtype, and how many tokens each expert got, [E] int32.
     """
     tokens = x.reshape(-1, x.shape[-1])
     ids, weights = self.gate(tokens)
     latent = self.cfg.routed_expert_hidden_size is not None
     z = self.routed_expert_down_proj(tokens) if latent else tokens
     valid = None if segment_ids is None else (segment_ids != 0).reshape(-1)
-    y = self.experts(z, ids, weights, valid, row=row).astype(x.dtype)
+    y, counts = self.experts(z, ids, weights, valid, row=row)
+    y = y.astype(x.dtype)
     if self.cfg.latent_moe_use_norm:
       # after the whole sum over experts: under expert parallelism the partial sums are reduced first
       y = self.routed_expert_norm(y)
     if latent:
       y = self.routed_expert_up_proj(y)
     y = y.reshape(x.shape)
-    return y + self.shared_experts(x) if self.cfg.shared_experts else y
+    return (y + self.shared_experts(x) if self.cfg.shared_experts else y), counts
 
 
 class Experts(nnx.Module):
@@ -97,7 +98,7 @@ class Experts(nnx.Module):
     valid: Bool[Array, "M"] | None,
     *,
     row: Row = None,
-  ) -> Float[Array, "M L"]:
+  ) -> tuple[Float[Array, "M L"], Int[Array, "E"]]:
     """Sums the chosen experts' outputs, products and sum in float32.
 
     Args:
@@ -108,7 +109,7 @@ class Experts(nnx.Module):
       row: which layer of a stack.
 
     Returns:
-      [M, L] float32.
+      [M, L] float32, and how many rows each expert got, [E] int32.
     """
     M, A = ids.shape
     E = self.cfg.num_experts
@@ -126,7 +127,7 @@ class Experts(nnx.Module):
       impl=self.cfg.moe_impl,
     )
     out = sorted_out[jnp.argsort(order)].reshape(M, A, -1).astype(jnp.float32)
-    return jnp.sum(weights[..., None] * out, axis=1)
+    return jnp.sum(weights[..., None] * out, axis=1), group_sizes
 
   def weight(self, name: str) -> Float[Array, "*C E N K"] | MxFp4:
     """One of the three stacks of expert matrices, in the published orientation [.., E, out, in]."""
