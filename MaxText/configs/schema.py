@@ -18,6 +18,7 @@ Positive = Field(gt=0)
 DTypeName = Literal["float32", "bfloat16"]
 LayerKind = Literal["kda", "mla"]
 MlpKind = Literal["dense", "moe"]
+RematPolicy = Literal["none", "minimal", "full"]
 
 
 class Config(BaseModel):
@@ -90,6 +91,7 @@ class Config(BaseModel):
   dtype: DTypeName = "float32"
   weight_dtype: DTypeName | None = None  # None: same as dtype
   scan_layers: bool | Literal["auto"] = "auto"
+  remat_policy: RematPolicy = "none"
   expert_weights: Literal["packed", "dequantized"] = "packed"
   kda_impl: Literal["auto", "reference", "chunked", "step"] = "auto"
   mla_impl: Literal["auto", "reference", "direct", "absorbed"] = "auto"
