@@ -76,6 +76,7 @@ class TrainOptions(Options):
   gradient_clipping_threshold: float = Field(ge=0)
   adam_weight_decay: float = Field(ge=0)
   muon_weight_decay: float = Field(ge=0)
+  routed_bias_update_rate: float = Field(ge=0)
   # --- checkpoints and measurements
   enable_checkpointing: bool
   checkpoint_period: int = Field(gt=0)

@@ -164,7 +164,7 @@ class Parts:
 
   Attributes:
     model: (mesh, rngs) -> module with the call of `training.model.TrainedDecoder`.
-    after_step: state after maxtext's own step -> state; traced.
+    after_step: changes the model behind maxtext's own step, in place, and returns measurements; traced.
     train_data, eval_data: grain datasets of batches; None for maxtext's synthetic data, or for none.
     initial_weights: abstract state of the model -> its weights as nested dicts, or None to draw them.
     muon: (path, shape, include_routers) -> dimension numbers of a matrix, None for what Adam updates.
@@ -175,7 +175,7 @@ class Parts:
   """
 
   model: Callable[[jax.sharding.Mesh, nnx.Rngs], nnx.Module]
-  after_step: Callable[[nnx.State], nnx.State]
+  after_step: Callable[[Any], dict[str, jax.Array]]
   train_data: Any
   eval_data: Any
   initial_weights: Callable[[nnx.State], dict | None]
@@ -311,7 +311,10 @@ def _step(parts: Parts) -> Callable:
     finite = jnp.isfinite(scalars["learning/loss"])
     if "learning/raw_grad_norm" in scalars:
       finite &= jnp.isfinite(scalars["learning/raw_grad_norm"])
-    new = jax.tree.map(lambda after, before: jnp.where(finite, after, before), parts.after_step(new), state)
+    merged = nnx.merge(model, new)
+    scalars |= parts.after_step(merged.model)
+    new = nnx.state(merged, nnx.Not(nnx.Intermediate))
+    new = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state)
     return new, metrics | {"finite": finite, "bad_gradients": bad}
 
   return train_step

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -17,11 +18,16 @@ class RouterBias(nnx.Variable):
   """A router's selection bias. No parameter: no gradient, no optimizer and no weight decay touches it."""
 
 
+class ExpertCounts(nnx.Variable):
+  """Tokens that each expert got since its router's bias was last moved."""
+
+
 class TrainedDecoder(nnx.Module):
   """What maxtext trains: a KimiDecoder, called without a cache.
 
   Attributes:
     decoder: the model that decodes, unchanged but for the kind of its router biases.
+    expert_counts: [moe_layers, E] int32, added to by every call, over all parts of a batch.
     mesh: devices, read by maxtext's loss.
   """
 
@@ -35,6 +41,9 @@ class TrainedDecoder(nnx.Module):
     for _, variable in nnx.iter_graph(self.decoder):
       if isinstance(variable, nnx.Param | params.Frozen | RouterBias):
         variable.set_metadata(out_sharding=variable.get_metadata("axes"))
+
+    moe_layers = [kind for _, kind in self.decoder.plan.kinds if kind == "moe"]
+    self.expert_counts = ExpertCounts(jnp.zeros((len(moe_layers), cfg.num_experts), jnp.int32))
 
   def __call__(
     self,
@@ -51,5 +60,22 @@ class TrainedDecoder(nnx.Module):
       decoder_segment_ids: [B, T] document of each token, 0 = padding.
       **unused: what maxtext's loss passes to other models: targets, images, dropout.
     """
-    logits, _ = self.decoder(decoder_input_tokens, None, decoder_segment_ids)
-    return logits
+    h, counts = self.decoder.hidden_and_counts(decoder_input_tokens, decoder_segment_ids)
+    self.expert_counts.set_value(self.expert_counts[...] + counts)
+    return self.decoder.logits(h)
+
+  def balance_routers(self, rate: float) -> Float[Array, ""]:
+    """Moves every router's bias towards equal loads, by what its experts got since the last time.
+
+    Args:
+      rate: size of the step; 0 leaves the biases.
+
+    Returns:
+      Load of the busiest expert of any layer, as a multiple of the layer's mean.
+    """
+    counts = self.expert_counts[...]
+    if rate:
+      self.decoder.balance_routers(counts, rate)
+    self.expert_counts.set_value(jnp.zeros_like(counts))
+    loads = counts / jnp.maximum(jnp.mean(counts, axis=-1, keepdims=True), 1)
+    return jnp.max(loads, initial=0)

@@ -273,7 +273,7 @@ def _parts(cfg, options, config, documents, tokenizer, progress) -> compat.Parts
   tokens = config.per_device_batch_size * config.max_target_length
   return compat.Parts(
     model=lambda mesh, rngs: TrainedDecoder(cfg, mesh, rngs=rngs),
-    after_step=lambda state: state,
+    after_step=lambda model: {"moe/busiest_expert": model.balance_routers(options.routed_bias_update_rate)},
     train_data=datasets["grain_train_files"],
     eval_data=datasets["grain_eval_files"],
     initial_weights=lambda abstract: _initial_weights(cfg, options.checkpoint),
