@@ -186,7 +186,9 @@ class _Reader:
     known = [known for known in ids if known is not None]
     if call_id is None and not known and len(self._answered) < len(ids):
       return len(self._answered)
-    wanted = f"expected one of {', '.join(map(repr, known)) or f'{len(ids)} results in the order of the calls'}"
+    wanted = (
+      f"expected one of {', '.join(map(repr, known)) or f'{len(ids)} results in the order of the calls'}"
+    )
     hint = did_you_mean(call_id, known) if call_id else ""
     raise MessageError(f"{at}.tool_call_id", f"{wanted}, got {call_id!r}{hint}")
 
@@ -255,7 +257,9 @@ def _part(part: Any, at: str) -> str:
     raise MessageError(at, f"expected an object, got {_kind(part)}")
   kind = part.get("type")
   if isinstance(kind, str) and any(medium in kind for medium in _MEDIA):
-    raise MessageError(at, f"{kind!r} cannot be read: only text is supported, no images, audio, video or files")
+    raise MessageError(
+      at, f"{kind!r} cannot be read: only text is supported, no images, audio, video or files"
+    )
   if kind != "text":
     raise MessageError(f"{at}.type", f"expected 'text', got {kind!r}")
   return _needed_text(part, "text", at)

@@ -37,7 +37,9 @@ class ChatOptions:
     if self.thinking_effort is not None:
       _check_choice("reasoning_effort", self.thinking_effort, EFFORTS)
     if isinstance(self.tool_choice, Mapping):
-      raise MessageError("tool_choice", "a function by name is not supported, expected one of auto, none, required")
+      raise MessageError(
+        "tool_choice", "a function by name is not supported, expected one of auto, none, required"
+      )
     _check_choice("tool_choice", self.tool_choice, TOOL_CHOICES)
     if self.response_format is not None:
       _check_format(self.response_format)
