@@ -9,8 +9,8 @@ from MaxText.tokenizers.chat.events import ArgumentsDelta, Event, Problem, ToolC
 class OpenCall:
   """One call while it is generated.
 
-  Its arguments come either key by key or as one JSON text. They are told as they come, except values that must first
-  prove to be JSON.
+  Its arguments come either key by key or as one JSON text. They are told as they come, except values that
+  must first prove to be JSON.
   """
 
   def __init__(self, index: int):
@@ -42,7 +42,7 @@ class OpenCall:
     return []
 
   def end_argument(self) -> list[Event]:
-    """Ends the value that was begun last; one that is not what it was declared to be becomes a string, or is said."""
+    """Ends the value that was begun last; one that is no JSON becomes a string, and another type is said."""
     if self._type == "string":
       return self._delta('"')
     text = "".join(self._value)
@@ -78,7 +78,7 @@ class OpenCall:
     return [*self._delta("}" if self._keys else "{}"), ToolCallEnd(self._index, is_complete=True)]
 
   def abandon(self) -> list[Event]:
-    """Ends the call where the answer stopped within it: as a whole one only if its JSON text happens to be whole."""
+    """Ends the call where the answer stopped within it; it is whole only if its JSON text is."""
     is_complete = bool(self._raw) and _fault_of("".join(self._raw)) is None
     return [Problem("the answer stops within a tool call"), ToolCallEnd(self._index, is_complete)]
 

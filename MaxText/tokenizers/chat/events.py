@@ -54,8 +54,8 @@ class ToolCallEnd:
 
   Attributes:
     index: number of the call.
-    is_complete: False where the answer stopped within the call; its arguments are then no JSON, so that nobody runs
-      half of a command.
+    is_complete: False where the answer stopped within the call; its arguments are then no JSON, so that
+      nobody runs half of a command.
   """
 
   index: int

@@ -1,7 +1,8 @@
 """Reads an answer in Kimi-Linear's format, which is that of Kimi K2, while it is generated.
 
-Text before the section of calls is the answer. A marker that is missing is implied by the next one and by the end; a
-call without a name is dropped, and so is text between calls; all of it is said. No marker becomes content.
+Text before the section of calls is the answer. A marker that is missing is implied by the next one and by the
+end; a call without a name is dropped, and so is text between calls; all of it is said. No marker becomes
+content.
 """
 
 from MaxText.tokenizers.chat.call_events import OpenCall
@@ -138,6 +139,6 @@ class KimiK2Parser:
 
 
 def _function_of(call_id: str) -> str:
-  """The function's name in an id of the form `functions.NAME:NUMBER`, of which the model may leave out parts."""
+  """The function's name in an id `functions.NAME:NUMBER`, of which the model may leave out parts."""
   name, colon, number = call_id.removeprefix("functions.").rpartition(":")
   return name if colon and number.isdecimal() else call_id.removeprefix("functions.")

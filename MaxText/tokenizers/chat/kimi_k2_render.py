@@ -2,14 +2,14 @@
 
     <|im_user|>user<|im_middle|>TEXT<|im_end|>
 
-Calls follow an answer's text, in one section: `<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>JSON
-<|tool_call_end|>`. A function's name stands nowhere but in the id of the call; an id of another form is replaced by
+Calls follow an answer's text in one section, each an id and its JSON arguments between markers of their own.
+A function's name stands nowhere but in the id, `functions.NAME:NUMBER`; an id of another form is replaced by
 one of this form, in the call and in its result.
 
-Source: spec section 8, Kimi K2's published chat template. **Not verified** against Kimi-Linear's own release: that no
-system message is added where a conversation has none (Kimi K2 adds one that names it Kimi), the order of the keys in
-the declared tools, and that the numbers of calls run through the conversation. The format has no thinking, no tool
-choice and no response format.
+Source: spec section 8; Kimi K2's published chat template. **Not verified** against Kimi-Linear's own release:
+that no system message is added where a conversation has none (Kimi K2 adds one that names it Kimi), the order
+of the keys in the declared tools, and that the numbers of calls run through the conversation. The format has
+no thinking, no tool choice and no response format.
 """
 
 import re
@@ -49,8 +49,8 @@ def render(conversation: Conversation, tokenizer: Encoder, options: ChatOptions 
   Args:
     conversation: checked messages and tools.
     tokenizer: a vocabulary that has the markers.
-    options: what the request asks for. Thinking and its effort mean nothing in this format; `tool_choice="none"`
-      leaves out the tools that stand before the conversation.
+    options: what the request asks for. Thinking and its effort mean nothing in this format;
+      `tool_choice="none"` leaves out the tools that stand before the conversation.
 
   Raises:
     MessageError: an option or a message that the format cannot express.

@@ -110,7 +110,8 @@ class Conversation:
     return bool(self.tools) or any(isinstance(message, ToolsMessage) for message in self.messages)
 
 
-# keys of each role; those that OpenAI's client sends back with nothing in them are accepted while they are empty
+# keys of each role; those that OpenAI's client sends back with nothing in them are accepted while they are
+# empty
 _KEYS = {
   "system": {"role", "content", "name", "tools"},
   "user": {"role", "content", "name"},
@@ -125,9 +126,10 @@ def read_conversation(messages: Any, tools: Any = None) -> Conversation:
   """Checks the messages and tools of a request or of a line of training data.
 
   Args:
-    messages: list of objects with `role` (system, developer, user, assistant, tool) and `content`, a text or a list
-      of text parts. An assistant may have `reasoning_content` and `tool_calls`; a tool result names its call by
-      `tool_call_id`, and may leave it out where the calls have no ids: then results are in the order of the calls.
+    messages: list of objects with `role` (system, developer, user, assistant, tool) and `content`, a text or
+      a list of text parts. An assistant may have `reasoning_content` and `tool_calls`; a tool result names
+      its call by `tool_call_id`, and may leave it out where the calls have no ids: then results are in the
+      order of the calls.
     tools: list of functions, or None.
 
   Returns:
@@ -186,11 +188,9 @@ class _Reader:
     known = [known for known in ids if known is not None]
     if call_id is None and not known and len(self._answered) < len(ids):
       return len(self._answered)
-    wanted = (
-      f"expected one of {', '.join(map(repr, known)) or f'{len(ids)} results in the order of the calls'}"
-    )
+    wanted = f"one of {', '.join(map(repr, known))}" if known else f"{len(ids)} results without ids, in order"
     hint = did_you_mean(call_id, known) if call_id else ""
-    raise MessageError(f"{at}.tool_call_id", f"{wanted}, got {call_id!r}{hint}")
+    raise MessageError(f"{at}.tool_call_id", f"expected {wanted}, got {call_id!r}{hint}")
 
 
 def _kind(value: Any) -> str:

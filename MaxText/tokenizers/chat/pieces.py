@@ -1,7 +1,7 @@
 """What a parser reads: text and markers in turn, out of token ids or out of text.
 
-Of ids, a marker is known for certain, and text that merely spells one stays text. Text alone cannot tell the two
-apart; it serves for answers that were stored as text.
+Of ids, a marker is known for certain, and text that merely spells one stays text. Text alone cannot tell the
+two apart; it serves for answers that were stored as text.
 """
 
 import re

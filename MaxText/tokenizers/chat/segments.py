@@ -1,8 +1,8 @@
 """What a renderer says, piece by piece, and its token ids.
 
-A segment is either a marker, which is one special id, or text, which is encoded on its own as ordinary text. Byte
-pairs never merge across two segments, and no text can become a marker. Ids and the mask of the model's own tokens
-come out of one walk, so they cannot disagree.
+A segment is either a marker, which is one special id, or text, which is encoded on its own as ordinary text.
+Byte pairs never merge across two segments, and no text can become a marker. Ids and the mask of the model's
+own tokens come out of one walk, so they cannot disagree.
 """
 
 import dataclasses
@@ -62,5 +62,5 @@ def encode(segments: Iterable[Segment], tokenizer: Encoder) -> Rendered:
 
 
 def text_of(segments: Iterable[Segment]) -> str:
-  """Returns the chat as text with its markers written out: for people; encoding this would open it to injection."""
+  """Returns the chat as text with its markers written out: for people, never to be encoded."""
   return "".join(segment.text for segment in segments)

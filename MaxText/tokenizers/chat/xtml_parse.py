@@ -1,14 +1,16 @@
 """Reads an answer in Kimi K3's format while it is generated.
 
-A prompt ends within the first channel, so an answer begins there. Models break the format now and then; the reader
-mends what it can and says so:
+A prompt ends within the first channel, so an answer begins there. Models break the format now and then; the
+reader mends what it can and says so:
 
 - a closing marker that is missing is implied by what opens next, and by the end of the answer;
-- a call outside `tools`, or text outside the channels, is taken for what it is, and `[EOS]` ends an answer too;
+- a call outside `tools`, or text outside the channels, is taken for what it is, and `[EOS]` ends an answer
+  too;
 - `<|open|>` or `<|close|>` with no element's name behind it is dropped, and what follows is text;
 - an element that cannot be used is dropped with its text, and so is what follows the end of the message.
 
-No marker and no element's name becomes content. Whatever the cut of the pieces, the events add up to the same.
+No marker and no element's name becomes content. Whatever the cut of the pieces, the events add up to the
+same.
 
 Source: spec section 1.6.
 """

@@ -2,11 +2,12 @@
 
     <|open|>TAG key="value"<|sep|>BODY<|close|>TAG<|sep|>
 
-A conversation is a row of `message` elements, each followed by `<|end_of_msg|>`. An answer has the channels `think`,
-`response` and `tools`, of which the generation prompt opens the first. The walk yields the segments in which the
-published encoder cuts the text, because byte pairs do not merge across them.
+A conversation is a row of `message` elements, each followed by `<|end_of_msg|>`. An answer has the channels
+`think`, `response` and `tools`, of which the generation prompt opens the first. The walk yields the segments
+in which the published encoder cuts the text, because byte pairs do not merge across them.
 
-Source: spec section 1.6. Tool arguments that are objects or arrays are written with spaces, as the published encoder
+Source: spec section 1.6. Tool arguments that are objects or arrays are written with spaces, as the published
+  encoder
 writes them.
 """
 
@@ -55,8 +56,8 @@ _SCHEMA = "\nThe JSON data must match the following schema:\n```json\n{schema}\n
 def render(conversation: Conversation, tokenizer: Encoder, options: ChatOptions | None = None) -> Rendered:
   """Returns the token ids of a conversation, and which of them the model itself generates.
 
-  The model's own tokens of an assistant message are all that follow what the generation prompt would be: the rest
-  of the message, with the markers that close it.
+  The model's own tokens of an assistant message are all that follow what the generation prompt would be: the
+  rest of the message, with the markers that close it.
 
   Args:
     conversation: checked messages and tools.
