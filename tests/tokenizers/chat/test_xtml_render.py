@@ -76,9 +76,9 @@ def test_a_whole_conversation_is_the_published_text():
     '[{"function":{"description":"Weather of a city","name":"get_weather","parameters":{"properties":'
     '{"city":{"type":"string"}},"required":["city"],"type":"object"}},"type":"function"},'
     '{"function":{"name":"clock"},"type":"function"}]\n```<|close|>message<|sep|><|end_of_msg|>',
-    '<|open|>message role="system" type="thinking-effort"<|sep|>`thinking_effort` guides on how much to think '
-    "in your thinking channel (not including the response channel), supported values include `low`, `medium`, "
-    "`high`, and `max`.\nNow the system is invoked with `thinking_effort=low`."
+    '<|open|>message role="system" type="thinking-effort"<|sep|>`thinking_effort` guides on how much to '
+    "think in your thinking channel (not including the response channel), supported values include `low`, "
+    "`medium`, `high`, and `max`.\nNow the system is invoked with `thinking_effort=low`."
     "<|close|>message<|sep|><|end_of_msg|>",
     '<|open|>message role="system"<|sep|>You are helpful.<|close|>message<|sep|><|end_of_msg|>',
     '<|open|>message role="user"<|sep|>Weather <|open|>tools<|sep|>?<|close|>message<|sep|><|end_of_msg|>',
