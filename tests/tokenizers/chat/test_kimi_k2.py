@@ -65,13 +65,15 @@ def test_ids_of_another_form_are_replaced_in_calls_and_results():
     "tool_calls": [asked("f", "call_x"), asked("g", "call_y", "")],
   }
   results = [{"role": "tool", "tool_call_id": name, "content": name} for name in ("call_y", "call_x")]
-  said = written([asking, *results, {**asking, "tool_calls": [asked("g", "functions.f:0")]}])
+  said = written(
+    [asking, *results, {**asking, "tool_calls": [asked("g", "functions.f:0"), asked("h", "functions.h:9")]}]
+  )
   assert f"{BEGIN}{call('{}')}{call('{}', 'functions.g:1')}{STOP}" in said
   assert (
     "## Return of functions.g:1\ncall_y<|im_end|><|im_system|>tool<|im_middle|>## Return of functions.f:0\n"
     in said
   )
-  assert f"{BEGIN}{call('{}', 'functions.g:2')}{STOP}" in said
+  assert f"{BEGIN}{call('{}', 'functions.g:2')}{call('{}', 'functions.h:9')}{STOP}" in said
 
 
 REFUSED = [
@@ -119,6 +121,11 @@ ANSWERS = {
   ),
   "text behind": (f"a{BEGIN}{call('{"a": 1}')}{STOP}b{END}", ("ab", ONE), []),
   "no prefix": (f"{BEGIN}{call('{}', 'f')}{STOP}{END}", ("", [("f", "{}", "f")]), []),
+  "colon in a name": (
+    f"{BEGIN}{call('{}', 'functions.a:b')}{STOP}{END}",
+    ("", [("a:b", "{}", "functions.a:b")]),
+    [],
+  ),
   "empty arguments": (f"{BEGIN}{call('')}{STOP}{END}", ("", [("f", "{}", "functions.f:0")]), []),
   "no arguments": (
     f"{BEGIN}<|tool_call_begin|>functions.f:0<|tool_call_end|>{STOP}{END}",

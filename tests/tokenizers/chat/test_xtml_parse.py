@@ -135,6 +135,11 @@ BROKEN = {
     ("why", "hi", []),
     ["<|sep|> is missing behind <|close|>think"],
   ),
+  "response opened twice": (
+    f"{THOUGHT}{O}response{S}a{O}response{S}b{C}response{S}{END}",
+    ("why", "ab", []),
+    ["<|open|>response is open already"],
+  ),
   "separator alone": (f"why{S} not{C}think{S}{SAID}{END}", ("why not", "hi", []), ["<|sep|> without"]),
   "stray opening": (
     f"{THOUGHT}{O}response{S}a {O}this b{C}response{S}{END}",
@@ -273,8 +278,7 @@ def test_half_a_command_is_never_whole_json(end):
 CORPUS = [text for text, *_ in (*RIGHT.values(), *BROKEN.values(), *CUT_OFF.values())]
 
 
-@pytest.mark.parametrize("is_cut_off", [False, True])
-@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize("thinking, is_cut_off", [(True, False), (True, True), (False, False)])
 def test_every_cut_of_the_corpus_gives_the_answer_of_the_whole(thinking, is_cut_off):
   for text in CORPUS:
     want = read(text, thinking=thinking, is_cut_off=is_cut_off)

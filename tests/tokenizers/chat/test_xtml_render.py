@@ -1,5 +1,7 @@
 """K3's chat format: the published token ids, the published segments, and laws of every rendering."""
 
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +11,7 @@ from MaxText.tokenizers.chat.messages import MessageError, read_conversation
 from MaxText.tokenizers.chat.options import ChatOptions
 from MaxText.tokenizers.chat.segments import text_of
 from MaxText.tokenizers.chat.xtml_render import MARKERS, render, segments
-from tests.tokenizers.chat.samples import CLOCK, MESSAGES, WEATHER, conversations
+from tests.tokenizers.chat.samples import CALLS, CLOCK, MESSAGES, WEATHER, conversations
 
 QUIET = ChatOptions(thinking=False)
 # fmt: off
@@ -107,6 +109,23 @@ def test_without_thinking_nothing_speaks_of_it():
   assert "think" not in said
   assert "I should ask." not in said
   assert said.endswith('<|open|>message role="assistant"<|sep|><|open|>response<|sep|>')
+
+
+def test_thoughts_of_spaces_are_none():
+  said = [{"role": "assistant", "content": "x", "reasoning_content": thought} for thought in ("", " \n ")]
+  assert xtml(said).count("<|open|>think<|sep|><|close|>think<|sep|>") == 2
+
+
+def test_results_stand_in_the_order_of_the_calls_in_every_run_of_them():
+  user = {"role": "user", "content": "wait"}
+  asking = MESSAGES[2] | {"tool_calls": [CALLS[0], CALLS[1], {"id": "c", "function": {"name": "f"}}]}
+  results = [{"role": "tool", "tool_call_id": name, "content": name} for name in "cab"]
+  heads = re.findall(r'tool="(\w+)" index="(\d)"<\|sep\|>(\w)<', xtml([asking, *results]))
+  assert heads == [("get_weather", "1", "a"), ("clock", "2", "b"), ("f", "3", "c")]
+  heads = re.findall(
+    r'tool="(\w+)" index="(\d)"<\|sep\|>(\w)<', xtml([asking, *results[:2], user, results[2]])
+  )
+  assert heads == [("get_weather", "1", "a"), ("f", "2", "c"), ("clock", "3", "b")]
 
 
 def test_arguments_are_typed():
