@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import NamedTuple
 
-import jax
 from flax import nnx
 
 from MaxText.checkpoints import load
@@ -110,8 +109,6 @@ def read_decoder(cfg: Config, source: Source, seed: int = 0) -> tuple[nnx.Module
     CheckpointError: the checkpoint is damaged or does not fit.
   """
   if source.directory is None:
-    # any random bits will do, and those of this generator compile in a third of the default's time
-    rngs = nnx.Rngs(jax.random.key(seed, impl="unsafe_rbg"))
-    return registry.build(cfg, rngs), f"{RANDOM}, seed {seed} ({source.note})"
+    return registry.build(cfg, nnx.Rngs(seed)), f"{RANDOM}, seed {seed} ({source.note})"
   loaded = load.load(source.directory, cfg)
   return loaded.model, str(source.directory)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from MaxText.common import params
 from MaxText.configs.schema import Config
 from MaxText.kernels.grouped_matmul import grouped_mlp
-from MaxText.kernels.mxfp4 import MxFp4
+from MaxText.kernels.mxfp4 import BLOCK, MxFp4
 from MaxText.layers.cache import Row
 from MaxText.layers.mlp import Mlp
 from MaxText.layers.normalization import RMSNorm
@@ -78,10 +78,13 @@ class Experts(nnx.Module):
     wide = (E, L, F), ("expert", "latent", "expert_mlp")
     for name, (shape, axes) in {"w1": narrow, "w3": narrow, "w2": wide}.items():
       if cfg.packs_experts:
-        codes = jax.random.bits(rngs.params(), (*shape[:-1], shape[-1] // 2), jnp.uint8)
-        scale = jnp.full((*shape[:-1], shape[-1] // 32), _scale_byte(cfg.initializer_range), jnp.uint8)
-        setattr(self, f"{name}_packed", params.Frozen(codes, axes=axes))
-        setattr(self, f"{name}_scale", params.Frozen(scale, axes=axes))
+        scale = params.Constant(_scale_byte(cfg.initializer_range))
+        for part, inputs, init in (
+          ("packed", shape[-1] // 2, jax.random.bits),
+          ("scale", shape[-1] // BLOCK, scale),
+        ):
+          bytes_ = params.param(rngs, (*shape[:-1], inputs), axes, "uint8", init, params.Frozen)
+          setattr(self, f"{name}_{part}", bytes_)
       else:
         draw = params.normal(cfg.initializer_range)
         setattr(self, name, params.param(rngs, shape, axes, cfg.parameter_dtype, draw))

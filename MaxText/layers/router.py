@@ -15,7 +15,7 @@ class Router(nnx.Module):
   def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
     self.cfg = cfg
     E, D = cfg.num_experts, cfg.base_emb_dim
-    draw = params.normal(cfg.initializer_range)
+    draw = params.kaiming_uniform(D)
     self.weight = params.param(rngs, (E, D), ("expert", "embed"), cfg.parameter_dtype, draw)
     self.e_score_correction_bias = params.param(rngs, (E,), ("expert",), "float32", params.zeros)
 
