@@ -194,6 +194,15 @@ def _value(key: str, text: str, annotation: Any) -> Any:
   return None if is_list and value == [None] and type(None) in kinds else value
 
 
+def foreign_value(key: str, text: str) -> Any:
+  """Reads `text` as YAML: the value of a command line's key that another package's schema will check.
+
+  Raises:
+    ConfigError: it is no YAML.
+  """
+  return yaml_text.parse(text, f"{_COMMAND_LINE}: {key}")
+
+
 def _check_known(key: str, source: str) -> None:
   known = {name for schema in (Config, *COMMANDS) for name in schema.model_fields}
   if key not in known:
