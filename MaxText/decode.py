@@ -50,6 +50,8 @@ with prompt or prompt_ids.
 
 keys and their defaults:"""
 
+EXAMPLE_KEY = "max_position_embeddings=1024"
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
   """Runs the command and returns its exit status."""
@@ -78,7 +80,8 @@ def decode(config: str, cfg: Config, options: DecodeOptions) -> None:
     options: the keys of this command.
 
   Raises:
-    UserError: something given cannot be served; nothing was written to stdout then.
+    UserError: something given cannot be served. What is known before the model runs leaves stdout empty; a
+      logit that is not finite ends an answer whose first text may already stand there.
   """
   from MaxText.inference import memory
 
@@ -158,7 +161,7 @@ def _help() -> Iterator[str]:
         yield heading
         heading = None
       yield f"    {key[1] + '=' + key[2].replace('null', ''):<26} {key[3]}"
-  yield "\nEvery key of a model file may be given too, for example base_num_decoder_layers=4."
+  yield f"\nEvery key of a model file may be given too, for example {EXAMPLE_KEY}."
 
 
 if __name__ == "__main__":

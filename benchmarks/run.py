@@ -1,6 +1,6 @@
 """Speed of decoding against mlx-lm on one checkpoint, correctness first.
 
-  python -m benchmarks.run --quick
+  python benchmarks/run.py --quick
 
 Writes (once) a K3 checkpoint of about 180M float32 parameters, checks that both sides give the same logits
 and the same greedy tokens, then times both in one run, alternating. Only ratios within a run mean anything.
@@ -17,6 +17,8 @@ from pathlib import Path
 import jax
 import numpy as np
 from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python benchmarks/run.py`
 
 from benchmarks.checkpoint import SHAPE, benchmark_checkpoint
 from benchmarks.depth import depth_figures

@@ -4,26 +4,11 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import nnx
 
 from MaxText.configs.published import from_published
 from MaxText.configs.schema import Config
-from tests.locations import OPS
 from tests.reference.generator import k3_config_json, kimi_linear_config_json
-
-
-def op_fixture(name: str) -> Mapping[str, np.ndarray]:
-  """Arrays of one operator fixture; skips where the fixtures are not beside the checkout."""
-  path = OPS / f"{name}.npz"
-  if not path.exists():
-    pytest.skip(f"operator fixtures are not at {path}")
-  return np.load(path)
-
-
-def assert_op_close(got, want) -> None:
-  """Within 1e-5, absolute for values up to 1 and relative to the largest value beyond."""
-  np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * max(1.0, float(np.abs(want).max())))
 
 
 def k3_config(published: Mapping = {}, **ours) -> Config:

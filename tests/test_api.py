@@ -1,5 +1,6 @@
 """`MaxText.from_pretrained`: logits, answers, and the same refusals as the command's."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -46,6 +47,19 @@ def test_logits_of_a_prefix_are_a_prefix_of_the_logits(model):
 def test_a_single_prompt_stands_for_a_list_of_one(prompt):
   assert _as_list(prompt)[0] is prompt
   assert _as_list([prompt, prompt])[1] is prompt
+
+
+def test_arrays_and_single_ids_stand_where_lists_do(model):
+  want = model.generate(PROMPT, max_new_tokens=4, stop_ids=[62])[0].token_ids
+  for prompt in (np.array(PROMPT), jnp.array(PROMPT), jnp.array([PROMPT])):
+    assert model.generate(prompt, max_new_tokens=4, stop_ids=62)[0].token_ids == want
+  np.testing.assert_array_equal(model.logits(jnp.array(PROMPT)), model.logits(PROMPT))
+
+
+def test_figures_name_the_programs_of_this_model_alone(directory, model):
+  other = MaxText.from_pretrained(directory, kda_impl="reference")
+  assert other.generate(PROMPT, max_new_tokens=2)[0].stats.implementations["kda"] == "reference"
+  assert "reference" not in model.generate(PROMPT, max_new_tokens=2)[0].stats.implementations["kda"]
 
 
 def test_the_answer_ends_at_the_end_of_text_id_of_the_model(model):

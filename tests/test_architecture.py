@@ -4,10 +4,12 @@ A rule takes one source and yields its violations; `RULES` says where each rule 
 """
 
 import ast
+import builtins
 import functools
 import io
 import re
 import subprocess
+import symtable
 import sys
 import textwrap
 import tokenize
@@ -37,6 +39,7 @@ ARROWS = {
 }
 IMPORT_NAMES = {"pyyaml": "yaml", "orbax-checkpoint": "orbax"}  # where it is not the distribution's own name
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "misc", "manager", "stuff"}
+MODULE_NAMES = {"__file__", "__name__", "__doc__", "__package__", "__spec__"}
 MATMULS = {"einsum", "dot", "matmul", "tensordot", "vdot", "inner", "dot_general"}
 ARRAY_TYPES = {"Float", "Int", "UInt", "Bool", "Num", "Shaped", "UInt8", "Int32", "UInt32", "Float32", "Key"}
 
@@ -168,6 +171,20 @@ def nothing_is_left_open(source: Source) -> Iterator[str]:
   yield from (
     f"{source.path}:{line}: {name}" for line, name in imported(source) if name == "__future__.annotations"
   )
+
+
+def names_are_bound(source: Source) -> Iterator[str]:
+  """No name is read that nothing binds: the linter cannot tell them from the shapes in annotations."""
+  module = symtable.symtable(source.text, source.path.as_posix(), "exec")
+  known = {
+    symbol.get_name() for symbol in module.get_symbols() if symbol.is_assigned() or symbol.is_imported()
+  }
+  known |= {table.get_name() for table in module.get_children()} | set(dir(builtins)) | MODULE_NAMES
+  tables = [module]
+  for table in tables:
+    tables += table.get_children()
+    read = (s.get_name() for s in table.get_symbols() if s.is_referenced() and s.is_global())
+    yield from (f"{source.path}: {name} in {table.get_name()} is bound nowhere" for name in {*read} - known)
 
 
 # --- docstrings --------------------------------------------------------------------------------------------
@@ -316,6 +333,7 @@ RULES: dict[Rule, tuple[str, ...]] = {
   names_are_nouns: EVERYTHING,
   sizes_are_bounded: EVERYTHING,
   nothing_is_left_open: EVERYTHING,
+  names_are_bound: EVERYTHING,
   the_public_is_documented: PACKAGE,
   the_public_is_annotated: PACKAGE,
   shapes_agree: EVERYTHING,
@@ -360,6 +378,8 @@ VIOLATIONS = [
   (sizes_are_bounded, "tests/test_mlp.py", "x = 0\n" * 601),
   (nothing_is_left_open, "MaxText/layers/mlp.py", "x = 0  # TODO: faster"),
   (nothing_is_left_open, "MaxText/layers/mlp.py", "from __future__ import annotations"),
+  (names_are_bound, "MaxText/layers/mlp.py", "def f():\n  return jnp.zeros(3)"),
+  (names_are_bound, "MaxText/layers/mlp.py", "x: Int = 0"),
   (the_public_is_documented, "MaxText/layers/mlp.py", "x = 0"),
   (the_public_is_documented, "MaxText/layers/mlp.py", '"""Doc."""\ndef f(): pass'),
   (
@@ -409,6 +429,11 @@ ACCEPTED = [
     LONG.replace("f():\n", 'f():\n  """Doc."""\n').replace("  x = 0\n", "", 1),
   ),
   (sizes_are_bounded, "MaxText/kernels/kda/pallas_step.py", LONG.replace("f()", "f_kernel()")),
+  (
+    names_are_bound,
+    "MaxText/layers/mlp.py",
+    "def f[T](x: T, y: 'B T') -> T:\n  return [g for g in x if len(g)]",
+  ),
   (
     shapes_agree,
     "MaxText/layers/mlp.py",

@@ -6,9 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 import MaxText
 from MaxText import decode
@@ -24,18 +22,8 @@ from tests.reference.generator import k3_config_json, write_checkpoint
 TOKENIZER = Path(MaxText.__file__).parent / "assets" / "kimi-k3-tiny"
 VOCAB = 1024
 TEXTS = ["def main(", "x", "尼罗河 😀 naïve = 1\\n" * 3]
+pytestmark = pytest.mark.usefixtures("kept_programs")  # each run of the command is a new model
 ARGS = ["max_new_tokens=12", "prefill_chunk=16", "max_target_length=128"]  # one set of shapes
-
-
-@pytest.fixture(scope="module", autouse=True)
-def programs(tmp_path_factory):
-  """Keeps compiled programs on disk for this module: each run of the command is a new model."""
-  jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("programs")))
-  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-  compilation_cache.reset_cache()
-  yield
-  jax.config.update("jax_compilation_cache_dir", None)
-  compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +167,7 @@ def test_an_orbax_checkpoint_gives_the_same_answer(answers, checkpoint, tmp_path
 IDS = "prompt_ids=5"
 MISTAKES = {
   "no prompt": ((), "no prompt: give prompt=TEXT"),
-  "two prompts": (("prompt=x", IDS), "exclude each other"),
+  "two prompts": (("prompt=x", IDS), "command line: prompt: excludes prompt_ids; give one"),
   "empty prompt": (("prompt=",), "prompt: empty prompt"),
   "no ids": (("prompts_file=/nowhere/x.txt",), "/nowhere/x.txt: No such file"),
   "unknown id": (("prompt_ids=5,1024",), "token id 1024: outside the vocabulary, expected 0 to 1023"),
@@ -200,9 +188,13 @@ MISTAKES = {
   "no weights": ((IDS, f"checkpoint={Path(__file__).parent}"), "holds no whole checkpoint"),
   "another vocabulary": (
     (IDS, "vocab_size=1025"),
-    "wrong vocabulary, expected 1025 ids as the model has, got 1024",
+    "another architecture than the configuration: vocab_size 1024 there, 1025 here",
   ),
-  "another shape": ((IDS, "base_mlp_dim=96"), "mlp.gate_proj.weight (expected [96, 64], got [80, 64])"),
+  "another shape": ((IDS, "base_mlp_dim=96"), "another architecture than the configuration: base_mlp_dim 80"),
+  # no weight changes its shape with these, only every answer
+  "another meaning": ((IDS, "attn_res_block_size=1"), "another architecture"),
+  "huge dispatch": ((IDS, "steps_per_dispatch=99999999999"), "steps_per_dispatch: got 99999999999, expected"),
+  "step for a prompt": (("prompt_ids=5,7", "kda_impl=step"), "kda_impl: step takes one token a call"),
 }
 
 
@@ -212,6 +204,18 @@ def test_a_mistake_is_one_line_and_status_2(run, checkpoint, arguments, message)
   assert (status, out) == (2, "")
   assert err.startswith("error: ") and err.count("\n") == 1
   assert message in err
+
+
+def test_what_only_looks_like_a_mistake_is_served(answers, checkpoint):
+  plain = answers(checkpoint, IDS, *ARGS)
+  huge = answers(checkpoint, IDS, "checkpoint=", "top_k=99999999999", "temperature=1e-30", *ARGS)
+  assert huge[0]["token_ids"] == plain[0]["token_ids"]
+
+
+def test_random_weights_of_a_known_model_keep_its_tokenizer(run):
+  status, out, err = run("kimi-k3-tiny", "prompt=x", "base_num_decoder_layers=2", "full_attn_layers=2", *ARGS)
+  assert status == 0 and out.strip()
+  assert "WARNING: random weights" in err and "base_num_decoder_layers 9 there, 2 here" in err
 
 
 def test_a_missing_configuration_shows_the_usage(run):
@@ -253,6 +257,11 @@ def test_an_interrupt_is_no_traceback(run, checkpoint, monkeypatch):
 
 
 # --- the command itself -----------------------------------------------------------------------------------
+
+
+def test_the_key_that_help_shows_fits_every_model():
+  for model in loader.known_models():
+    assert loader.load(model, [decode.EXAMPLE_KEY]).max_position_embeddings == 1024
 
 
 def test_help_explains_every_key(run):

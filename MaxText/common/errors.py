@@ -24,6 +24,10 @@ class InputError(UserError):
   """A prompt, token id or sampling setting that cannot be served."""
 
 
+class UnsupportedError(UserError, NotImplementedError):
+  """An implementation, asked for by name, that cannot serve this call; `auto` would choose another."""
+
+
 class TrainingError(UserError):
   """A training run that cannot go on: its loss or gradients are no numbers."""
 

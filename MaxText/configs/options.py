@@ -3,9 +3,11 @@
 A key may be shared by commands. A new command adds its schema to `COMMANDS`, its keys to base.yml.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+MaybePath = Annotated[str | None, BeforeValidator(lambda text: text or None)]  # `key=` alone names no path
 
 
 class Options(BaseModel):
@@ -17,10 +19,10 @@ class Options(BaseModel):
 class DecodeOptions(Options):
   """What `python -m MaxText.decode` does with a model."""
 
-  checkpoint: str | None
+  checkpoint: MaybePath
   prompt: str | None
   prompt_ids: tuple[int, ...] | None
-  prompts_file: str | None
+  prompts_file: MaybePath
   max_new_tokens: int = Field(gt=0)
   max_target_length: int | None = Field(gt=0)
   temperature: float = Field(ge=0)
@@ -30,13 +32,13 @@ class DecodeOptions(Options):
   stop_ids: tuple[int, ...] | None
   output: Literal["text", "json"]
   prefill_chunk: int = Field(gt=0)
-  steps_per_dispatch: int = Field(gt=0)
+  steps_per_dispatch: int = Field(gt=0, le=4096)  # width of an array that a dispatch returns
 
   @model_validator(mode="after")
   def _one_prompt(self) -> "DecodeOptions":
     given = [key for key in ("prompt", "prompt_ids", "prompts_file") if getattr(self, key) is not None]
     if len(given) > 1:
-      raise ValueError(f"{' and '.join(given)} exclude each other; give one")
+      raise ValueError(f"{given[0]}: excludes {' and '.join(given[1:])}; give one")
     return self
 
 

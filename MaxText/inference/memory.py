@@ -13,7 +13,13 @@ _MXFP4_BYTES = 17 / 32  # of one value: half a byte and its share of a scale
 _ITEM = {"float32": 4, "bfloat16": 2}
 _LENGTH_BYTES = 4
 GIB = 2**30
-_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+_CGROUPS = (  # limit, use and statistics of a container, in versions 2 and 1 of Linux' control groups
+  tuple(Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current", "memory.stat")),
+  tuple(
+    Path("/sys/fs/cgroup/memory") / name
+    for name in ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat")
+  ),
+)
 
 
 def check_fits(cfg: Config, batch: int = 1, capacity: int = 1) -> None:
@@ -69,7 +75,7 @@ def available_bytes() -> tuple[int, str]:
 
 def host_bytes() -> int:
   """Returns the bytes of host memory that are free or can be freed, within the limit of a container."""
-  limits = [int(text) for path in _CGROUP_LIMITS if (text := _read(path).strip()).isdigit()]
+  limits = [free for files in _CGROUPS if (free := _container_bytes(*files)) is not None]
   lines = (line.split() for line in _read("/proc/meminfo").splitlines())
   available = [int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:"]
   if not available:  # no Linux: all that is installed is the best known bound
@@ -77,7 +83,17 @@ def host_bytes() -> int:
   return min(available + limits)
 
 
-def _read(path: str) -> str:
+def _container_bytes(limit: Path, used: Path, statistics: Path) -> int | None:
+  """Returns what a container may still allocate, pages of files that can be dropped included."""
+  limit_text, used_text = _read(limit).strip(), _read(used).strip()
+  if not limit_text.isdigit():  # absent, or "max"
+    return None
+  words = (line.split() for line in _read(statistics).splitlines())
+  droppable = sum(int(line[1]) for line in words if line[:1] == ["inactive_file"])
+  return int(limit_text) - int(used_text or 0) + droppable
+
+
+def _read(path: str | Path) -> str:
   try:
     return Path(path).read_text(encoding="ascii")
   except OSError:

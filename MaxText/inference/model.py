@@ -13,14 +13,13 @@ import jax
 import numpy as np
 from flax import nnx
 
-from MaxText.common import choices
 from MaxText.configs import loader
 from MaxText.configs.options import DecodeOptions
 from MaxText.configs.schema import Config
 from MaxText.inference import memory, weights
 from MaxText.inference.decode_loop import NO_TOKEN, DecodeLoop, cache_capacity
 from MaxText.inference.generate import BatchRun, batches
-from MaxText.inference.prompts import Prompt, Request, Settings, check_length, encode, make_requests
+from MaxText.inference.prompts import Prompt, Request, Settings, as_ids, check_length, encode, make_requests
 from MaxText.inference.results import Completion, Stats
 from MaxText.tokenizers.kimi import KimiTokenizer
 from MaxText.tokenizers.stream import StreamDecoder
@@ -76,7 +75,7 @@ class Model:
     Raises:
       InputError: no ids, an unknown one, or more than the context holds.
     """
-    ids = encode(list(ids), None, self.config.vocab_size, "ids")
+    ids = encode(as_ids(ids, "ids"), None, self.config.vocab_size, "ids")
     check_length(ids, self.config.max_position_embeddings + 1, "ids")
     return self._loop.logits(ids)
 
@@ -108,7 +107,7 @@ class Model:
     Raises:
       InputError: an empty prompt, one too long for the context, an unknown id, or a setting out of range.
     """
-    stop = None if stop_ids is None else tuple(stop_ids)
+    stop = None if stop_ids is None else tuple(as_ids(stop_ids, "stop_ids"))
     settings = Settings(max_new_tokens, temperature, top_k, top_p, seed, stop)
     return self.answer(self.requests(_as_list(prompts), settings), settings)
 
@@ -146,6 +145,7 @@ class Model:
     return [answer.completion(stats) for answer in answers]
 
   def _stats(self, answers: Sequence["_Answer"], runs: Sequence[BatchRun], compile_seconds: float) -> Stats:
+    used = self._loop.implementations
     return Stats(
       prompts=len(answers),
       prompt_tokens=sum(len(answer.request.ids) for answer in answers),
@@ -154,7 +154,7 @@ class Model:
       decode_seconds=sum(run.decode_seconds for run in runs),
       compile_seconds=compile_seconds,
       first_token_seconds=runs[0].first_token_seconds,
-      implementations=choices.chosen(),
+      implementations={op: "+".join(sorted(names)) for op, names in sorted(used.items())},
       weights=self.weights,
       dtype=self.config.dtype,
       device=jax.devices()[0].device_kind,
@@ -265,6 +265,8 @@ def _capacity(requests: Sequence[Request], prefill_chunk: int, max_target_length
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+  if hasattr(prompts, "__array__"):  # numpy or jax: one prompt, or one a row
+    return [prompts] if np.ndim(prompts) < 2 else list(prompts)
   if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], numbers.Integral)):
     return [prompts]
   return prompts

@@ -11,11 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from MaxText.common.errors import InputError
 from MaxText.tokenizers.kimi import KimiTokenizer
 
 Prompt = str | Sequence[int]
 MAX_SEED = 2**32 - 1
+MAX_LOGPROBS = 20  # the limit of OpenAI's interface
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +32,10 @@ class Settings:
     top_p: probability mass to draw from, in (0, 1].
     seed: of the random numbers, 0 to 2**32 - 1.
     stop_ids: token ids that end an answer; None for the end-of-text ids of model and tokenizer.
+    min_p: least probability to draw, as a share of the likeliest token's, in [0, 1).
+    presence_penalty: taken off the logit of every token that the answer already has, -2 to 2.
+    frequency_penalty: taken off for each time that the answer has it, -2 to 2.
+    logprobs: alternatives whose log-probabilities are wanted beside the picked token's, 0 to 20.
   """
 
   max_new_tokens: int = 64
@@ -37,6 +44,10 @@ class Settings:
   top_p: float = 1.0
   seed: int = 0
   stop_ids: tuple[int, ...] | None = None
+  min_p: float = 0.0
+  presence_penalty: float = 0.0
+  frequency_penalty: float = 0.0
+  logprobs: int = 0
 
   def check(self, vocab_size: int) -> None:
     """Refuses settings that no model of `vocab_size` ids can serve.
@@ -51,6 +62,11 @@ class Settings:
     _require(in_range, "top_p", self.top_p, "a number > 0 and <= 1")
     _require(_is_int(self.seed, 0, MAX_SEED), "seed", self.seed, f"a whole number from 0 to {MAX_SEED}")
     check_ids(self.stop_ids or (), vocab_size, "stop_ids")
+    in_range = _is_number(self.min_p, 0, 1) and self.min_p < 1
+    _require(in_range, "min_p", self.min_p, "a number >= 0 and < 1")
+    for key in ("presence_penalty", "frequency_penalty"):
+      _require(_is_number(getattr(self, key), -2, 2), key, getattr(self, key), "a number from -2 to 2")
+    _require(_is_int(self.logprobs, 0, MAX_LOGPROBS), "logprobs", self.logprobs, f"0 to {MAX_LOGPROBS}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,11 +133,25 @@ def encode(prompt: Prompt, tokenizer: KimiTokenizer | None, vocab_size: int, nam
       )
     ids = tokenizer.encode(prompt) if prompt else []
   else:
-    ids = list(prompt)
+    ids = as_ids(prompt, name)
   if not ids:
     raise InputError(f"{name}: empty prompt; it needs at least one token")
   check_ids(ids, vocab_size, name)
   return [int(token) for token in ids]
+
+
+def as_ids(ids: Any, name: str) -> list[Any]:
+  """Returns a sequence or a 1-D array (numpy, jax) of ids as a list of Python values, or one id as a list.
+
+  Raises:
+    InputError: the value is no sequence, or an array of another rank.
+  """
+  values = np.asarray(ids).tolist() if hasattr(ids, "__array__") else ids
+  if _is_int(values, -math.inf):
+    return [values]
+  if not isinstance(values, Sequence) or any(isinstance(value, list) for value in values):
+    raise InputError(f"{name}: got {type(ids).__name__}, expected a flat sequence of token ids")
+  return list(values)
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, name: str) -> None:
@@ -158,13 +188,13 @@ def read_prompts(path: Path) -> list[Prompt]:
     InputError: the file is missing or no text, has no line, an empty one, or one of another form.
   """
   try:
-    text = path.read_text(encoding="utf-8")
+    text = path.read_bytes().decode("utf-8-sig")
   except OSError as failure:
     raise InputError(f"prompts_file: {path}: {failure.strerror}") from None
   except UnicodeDecodeError as failure:
     raise InputError(f"prompts_file: {path}: not UTF-8 at byte {failure.start}") from None
   # only line feeds separate prompts: str.splitlines would cut at form feeds and others inside them
-  lines = text.removesuffix("\n").split("\n") if text else []
+  lines = [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")] if text else []
   if not lines:
     raise InputError(f"prompts_file: {path}: no prompts; write one a line")
   parse = _json_prompt if path.suffix == ".jsonl" else lambda line, name: line

@@ -53,21 +53,24 @@ def find(cfg: Config, checkpoint: str | None, config: str | None = None) -> Sour
       raise CheckpointError(f"checkpoint: {checkpoint}: no such directory")
     if kind(directory) is None:
       raise CheckpointError(f"checkpoint: {checkpoint}: holds no whole checkpoint, published or Orbax")
-    if differing := differences(cfg, directory):
-      raise CheckpointError(
-        f"checkpoint: {checkpoint}: another architecture than the configuration: {differing}"
-      )
-    return Source(directory)
+    return Source(_same_architecture(cfg, directory, f"checkpoint: {checkpoint}"))
   if config is not None and (file := loader.find(config)).name == "config.json":
     directory = Path(config) if Path(config).is_dir() else file.parent  # of a training run, one checkpoint
     if kind(directory):
-      return Source(directory)
+      return Source(_same_architecture(cfg, directory, config))
   bundled = ASSETS / cfg.model_name
   if kind(bundled) is None:
     return Source(None, "no checkpoint= was given")
   if differing := differences(cfg, bundled):
     return Source(None, f"the package's {cfg.model_name} has another architecture: {differing}")
   return Source(bundled)
+
+
+def _same_architecture(cfg: Config, directory: Path, name: str) -> Path:
+  """Returns `directory`, a checkpoint that messages call `name`, unless `cfg` states another architecture."""
+  if differing := differences(cfg, directory):
+    raise CheckpointError(f"{name}: another architecture than the configuration: {differing}")
+  return directory
 
 
 def differences(cfg: Config, directory: Path) -> str:
@@ -83,12 +86,17 @@ def differences(cfg: Config, directory: Path) -> str:
 def read_tokenizer(cfg: Config, source: Source) -> KimiTokenizer | None:
   """Returns the tokenizer beside the weights, or None where there is none.
 
+  Random weights of a model that comes with the package take its tokenizer, unless they count other ids.
+
   Raises:
     CheckpointError: the vocabulary is damaged, or of another size than the model's.
   """
-  if source.directory is not None and has_tokenizer(home(source.directory)):
-    return load_tokenizer(home(source.directory), cfg.vocab_size)
-  return None
+  directory = home(source.directory or ASSETS / cfg.model_name)
+  if not has_tokenizer(directory):
+    return None
+  if source.directory is None and loader.load(directory).vocab_size != cfg.vocab_size:
+    return None
+  return load_tokenizer(directory, cfg.vocab_size)
 
 
 def read_decoder(cfg: Config, source: Source, seed: int = 0) -> tuple[nnx.Module, str]:

@@ -140,7 +140,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     "--vocab_size", type=int, default=1024, help=f"ids in all, {NUM_SPECIALS} of them special"
   )
   args = parser.parse_args(arguments)
+  smallest = len(BYTES) + NUM_SPECIALS
   try:
+    if args.vocab_size < smallest:
+      raise InputError(
+        f"--vocab_size {args.vocab_size}: too small, expected {smallest} or more: "
+        f"{len(BYTES)} bytes and {NUM_SPECIALS} special ids"
+      )
     _train(args.directory, args.vocab_size)
   except (UserError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)

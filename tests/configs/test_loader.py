@@ -209,7 +209,7 @@ def test_any_prompt_is_taken_verbatim(text):
 
 def test_two_kinds_of_prompt_exclude_each_other():
   message = refusal(TINY, "prompt=x", "prompt_ids=1,2", options=DecodeOptions)
-  assert message.endswith("prompt and prompt_ids exclude each other; give one")
+  assert message.endswith("prompt: excludes prompt_ids; give one")
 
 
 # --- YAML --------------------------------------------------------------------------------------------------

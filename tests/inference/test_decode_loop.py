@@ -1,6 +1,8 @@
 """The decode loop against the plain loop of its definition, on a toy decoder with the real call contract."""
 
 import functools
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -10,6 +12,7 @@ from flax import nnx
 from MaxText.common.errors import CheckpointError
 from MaxText.inference.decode_loop import DecodeLoop, bucket, cache_capacity, chunks, stop_array
 from MaxText.inference.generate import MAX_BATCH, BatchRun, batches
+from MaxText.inference.program import Program
 from MaxText.inference.prompts import Request, Settings
 from tests.inference.toy import VOCAB, ToyDecoder
 
@@ -129,3 +132,18 @@ def test_shapes_are_bucketed():
   assert [cache_capacity(70, n, 32) for n in (10, 200)] == [256, 512]
   assert [len(stop_array(range(n))) for n in (0, 8, 9)] == [8, 8, 16]
   assert [len(batch) for batch in batches(MAX_BATCH + 2)] == [33, 33]
+
+
+def test_a_program_is_traced_in_the_thread_of_its_caller():
+  threads = []
+
+  def noted(params, x):
+    threads.append(threading.get_ident())
+    return params + x
+
+  program = Program(noted)
+  compile_program = program.job(np.float32(1), np.float32(2))()
+  with ThreadPoolExecutor() as pool:
+    pool.submit(compile_program).result()
+  assert (float(program(np.float32(1), np.float32(2))), program.count) == (3, 1)
+  assert threads == [threading.get_ident()]  # jax keeps its settings, such as the precision, by thread

@@ -47,5 +47,16 @@ def test_what_does_not_fit_is_refused_with_the_sizes(monkeypatch):
     memory.check_fits(cfg, batch=10_000, capacity=1000)
 
 
+def test_a_container_leaves_what_it_has_not_used(tmp_path):
+  limit, used, statistics = (tmp_path / name for name in ("limit", "used", "stat"))
+  assert memory._container_bytes(limit, used, statistics) is None
+  limit.write_text("max\n")
+  assert memory._container_bytes(limit, used, statistics) is None
+  limit.write_text("1000\n")
+  used.write_text("700\n")
+  statistics.write_text("active_file 50\ninactive_file 200\n")
+  assert memory._container_bytes(limit, used, statistics) == 500
+
+
 def test_host_memory_is_within_what_is_installed():
   assert 0 < memory.host_bytes() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

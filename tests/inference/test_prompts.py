@@ -2,6 +2,7 @@
 
 import json
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,6 +15,7 @@ VOCAB = 100
 def test_ids_of_any_integer_type_pass():
   assert encode(np.array([1, 2], np.int32), None, VOCAB, "p") == [1, 2]
   assert encode((np.int64(3), 4), None, VOCAB, "p") == [3, 4]
+  assert encode(jnp.array([5, 6]), None, VOCAB, "p") == [5, 6]
 
 
 @pytest.mark.parametrize(
@@ -25,6 +27,8 @@ def test_ids_of_any_integer_type_pass():
     ([-1], "p: token id -1: outside"),
     ([1.5], "p: token id 1.5: expected a whole number"),
     ([True], "p: token id True: expected a whole number"),
+    (np.zeros((2, 3), int), "p: got ndarray, expected a flat sequence of token ids"),
+    ({5, 7}, "p: got set, expected a flat sequence of token ids"),
     ("hello", "p: this model has no tokenizer"),
   ],
 )
@@ -59,6 +63,10 @@ def test_an_answer_ends_with_the_context():
     ({"max_new_tokens": 0}, "max_new_tokens"),
     ({"max_new_tokens": True}, "max_new_tokens"),
     ({"stop_ids": (1, 100)}, "stop_ids: token id 100"),
+    ({"min_p": 1.0}, "min_p: got 1.0, expected a number >= 0 and < 1"),
+    ({"presence_penalty": 2.5}, "presence_penalty: got 2.5, expected a number from -2 to 2"),
+    ({"frequency_penalty": float("nan")}, "frequency_penalty"),
+    ({"logprobs": 21}, "logprobs: got 21, expected 0 to 20"),
   ],
 )
 def test_settings_out_of_range_are_refused(changes, message):
@@ -70,6 +78,8 @@ def test_a_text_file_holds_one_verbatim_prompt_a_line(tmp_path):
   path = tmp_path / "prompts.txt"
   path.write_bytes("def f(x):\n  tab\tand\x0cfeed  \n尼罗河\r\n".encode())
   assert read_prompts(path) == ["def f(x):", "  tab\tand\x0cfeed  ", "尼罗河"]
+  path.write_bytes(b"\xef\xbb\xbfone\rprogress bar\r\ntwo")  # of an editor that marks its files
+  assert read_prompts(path) == ["one\rprogress bar", "two"]
 
 
 def test_a_jsonl_file_holds_strings_ids_and_objects(tmp_path):

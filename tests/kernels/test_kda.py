@@ -15,7 +15,7 @@ from MaxText.kernels.kda import kda, log_decay_bounded, log_decay_softplus
 from MaxText.kernels.kda.cases import LENGTHS, KdaInputs, random_inputs
 from MaxText.kernels.kda.triangular import unit_lower_inverse
 from tests.kernels.compilation import quick_jit
-from tests.kernels.fixtures import load_fixture
+from tests.op_fixtures import assert_op_close, load_fixture
 
 
 @partial(quick_jit, static_argnames="impl")
@@ -262,7 +262,8 @@ def test_recurrence_fixture(name, impl):
   inputs = (f["q"] * f["q_scale"], f["k"], f["v"], np.log(f["alpha"]), f["beta"])
   inputs = [jnp.asarray(x[None], jnp.float32) for x in inputs]
   out, state = kda(*inputs, impl=impl)
-  assert_close((out[0], state[0]), (f["out"], f["state_out"]), rtol=1e-4, atol=1e-5)
+  assert_op_close(out[0], f["out"])
+  assert_op_close(state[0], f["state_out"])
 
 
 def test_decay_fixture():

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from MaxText.kernels.mla import blocks, mla
 from MaxText.kernels.mla.cases import LENGTHS, TINY, MlaInputs, random_inputs
 from tests.kernels.compilation import quick_jit
-from tests.kernels.fixtures import load_fixture
+from tests.op_fixtures import assert_op_close, load_fixture
 
 SCALE = (TINY["N"] + TINY["P"]) ** -0.5
 FAST = ("direct", "absorbed")
@@ -199,4 +199,4 @@ def test_layer_fixture(impl):
   arrays = (q[..., :N], q[..., N:], latent, up[:, :N], up[:, N:])
   out = run(MlaInputs(*(jnp.asarray(a, jnp.float32) for a in arrays)), impl=impl, scale=float(f["scale"]))
   gated = np.asarray(out, np.float64).reshape(1, -1, H * V) / (1 + np.exp(-x @ f["g_proj_weight"].T))
-  np.testing.assert_allclose(gated @ f["o_proj_weight"].T, f["out"], rtol=1e-4, atol=2e-5)
+  assert_op_close(gated @ f["o_proj_weight"].T, f["out"])

@@ -10,7 +10,7 @@ import pytest
 from MaxText.kernels.short_conv import short_conv
 from MaxText.kernels.short_conv.cases import CHANNELS, LENGTHS, WIDTH
 from tests.kernels.compilation import quick_jit
-from tests.kernels.fixtures import load_fixture
+from tests.op_fixtures import assert_op_close, load_fixture
 
 
 @partial(quick_jit, static_argnames="impl")
@@ -130,7 +130,7 @@ def test_convolution_fixture(impl):
   f = load_fixture("shortconv")
   weight = jnp.asarray(f["weight"][:, 0])
   y, window = run(jnp.asarray(f["in"]), weight, impl=impl)
-  np.testing.assert_allclose(y, f["out"], rtol=1e-4, atol=1e-5)
+  assert_op_close(y, f["out"])
   np.testing.assert_allclose(window, f["state_after"].swapaxes(1, 2), rtol=1e-6)
   y, _ = run(jnp.asarray(f["in_next"]), weight, window, impl=impl)
-  np.testing.assert_allclose(y, f["out_next"], rtol=1e-4, atol=1e-5)
+  assert_op_close(y, f["out_next"])

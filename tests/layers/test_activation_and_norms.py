@@ -8,7 +8,8 @@ from flax import nnx
 
 from MaxText.layers.normalization import RMSNorm, unit_l2
 from MaxText.layers.situ import gated_activation, situ, swiglu
-from tests.small import assert_op_close, k3_config, kimi_linear_config, op_fixture
+from tests.op_fixtures import assert_op_close, load_fixture
+from tests.small import k3_config, kimi_linear_config
 
 # spec 2.6, beta 4 and linear beta 25
 PUBLISHED = [
@@ -40,7 +41,7 @@ def test_situ_stays_below_the_product_of_its_caps_at_large_inputs():
 
 
 def test_situ_fixture():
-  data = op_fixture("situ_glu")
+  data = load_fixture("situ_glu")
   gate, up = np.split(data["in"], 2, axis=-1)
   got = situ(jnp.asarray(gate), jnp.asarray(up), beta=4.0, linear_beta=25.0)
   assert_op_close(got, data["out"])
@@ -52,7 +53,7 @@ def test_each_family_has_its_activation():
 
 
 def test_rmsnorm_fixture():
-  data = op_fixture("rmsnorm")
+  data = load_fixture("rmsnorm")
   norm = RMSNorm(128, float(data["eps"]), "float32", rngs=nnx.Rngs(0))
   norm.scale.set_value(jnp.asarray(data["weight"]))
   assert_op_close(norm(jnp.asarray(data["in"])), data["out"])

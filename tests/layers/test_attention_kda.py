@@ -8,7 +8,8 @@ from flax import nnx
 
 from MaxText.layers.attention_kda import KimiDeltaAttention
 from MaxText.layers.cache import KdaCache
-from tests.small import assert_op_close, fill, k3_config, kimi_linear_config, op_fixture
+from tests.op_fixtures import assert_op_close, load_fixture
+from tests.small import fill, k3_config, kimi_linear_config
 
 
 def fixture_values(data) -> dict:
@@ -40,7 +41,7 @@ def empty_cache(cfg, B=1):
 
 @pytest.mark.parametrize("impl", ["auto", "reference"])
 def test_layer_fixture(impl):
-  data = op_fixture("kda_layer8")
+  data = load_fixture("kda_layer8")
   layer, cfg = fixture_layer(kda_impl=impl)
   fill(layer, fixture_values(data))
   out, cache = layer(jnp.asarray(data["in"]), empty_cache(cfg))
@@ -49,7 +50,7 @@ def test_layer_fixture(impl):
 
 
 def test_single_steps_from_a_cold_cache_equal_the_fixture():
-  data = op_fixture("kda_layer8")
+  data = load_fixture("kda_layer8")
   layer, cfg = fixture_layer()
   fill(layer, fixture_values(data))
   cache, outs = empty_cache(cfg), []

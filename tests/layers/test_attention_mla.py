@@ -8,7 +8,8 @@ from flax import nnx
 
 from MaxText.layers.attention_mla import GatedLatentAttention
 from MaxText.layers.cache import MlaCache
-from tests.small import assert_op_close, fill, k3_config, kimi_linear_config, op_fixture
+from tests.op_fixtures import assert_op_close, load_fixture
+from tests.small import fill, k3_config, kimi_linear_config
 
 
 def fixture_layer(**ours):
@@ -35,7 +36,7 @@ def empty_cache(cfg, B=1, S=16):
 
 @pytest.mark.parametrize("impl", ["reference", "direct", "absorbed"])
 def test_layer_fixture(impl):
-  data = op_fixture("mla")
+  data = load_fixture("mla")
   layer, cfg = fixture_layer(mla_impl=impl)
   fill(layer, fixture_values(data))
   out, cache = layer(jnp.asarray(data["in"]), empty_cache(cfg))
@@ -46,7 +47,7 @@ def test_layer_fixture(impl):
 
 
 def test_single_steps_equal_the_fixture():
-  data = op_fixture("mla")
+  data = load_fixture("mla")
   layer, cfg = fixture_layer()
   fill(layer, fixture_values(data))
   cache, outs = empty_cache(cfg), []
@@ -69,7 +70,7 @@ def test_a_closed_half_gate_gives_exactly_half():
 
 
 def test_mla_norm_eps_is_its_own_key():
-  data = op_fixture("mla")
+  data = load_fixture("mla")
   x = 1e-3 * jnp.asarray(data["in"])
   outs = []
   for eps in (1e-5, 1e-6):

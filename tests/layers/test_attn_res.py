@@ -9,7 +9,8 @@ import pytest
 from flax import nnx
 
 from MaxText.layers.attn_res import AttnRes, ResidualStream
-from tests.small import assert_op_close, k3_config, op_fixture
+from tests.op_fixtures import assert_op_close, load_fixture
+from tests.small import k3_config
 
 
 def mixer(cfg, norm=None, proj=None):
@@ -46,7 +47,7 @@ def test_mix_equals_the_definition_for_every_number_of_sources(n_blocks):
 
 
 def test_mix_fixture():
-  data = op_fixture("attnres")
+  data = load_fixture("attnres")
   cfg = k3_config(base_emb_dim=128, attn_res_block_size=1, base_num_decoder_layers=8)
   res = mixer(cfg, data["norm_weight"], data["proj_weight"])
   blocks = jnp.asarray(data["block_residual"]).transpose(1, 0, 2)[:, None]

@@ -9,7 +9,8 @@ import pytest
 from flax import nnx
 
 from MaxText.layers.latent_moe import LatentMoe
-from tests.small import assert_op_close, fill, k3_config, kimi_linear_config, op_fixture
+from tests.op_fixtures import assert_op_close, load_fixture
+from tests.small import fill, k3_config, kimi_linear_config
 
 FIXTURE = dict(
   base_emb_dim=128,
@@ -43,7 +44,7 @@ def random_block(seed=0, **ours):
 
 @pytest.mark.parametrize("impl", ["auto", "reference"])
 def test_block_fixture(impl):
-  data = op_fixture("moe")
+  data = load_fixture("moe")
   block = LatentMoe(k3_config(**FIXTURE, moe_impl=impl), rngs=nnx.Rngs(0))
   fill(block, fixture_values(data))
   assert_op_close(block(jnp.asarray(data["in"]))[0], data["out"])

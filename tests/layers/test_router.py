@@ -6,7 +6,8 @@ import numpy as np
 from flax import nnx
 
 from MaxText.layers.router import Router, choose_experts
-from tests.small import k3_config, op_fixture
+from tests.op_fixtures import load_fixture
+from tests.small import k3_config
 
 
 def config(**ours):
@@ -62,7 +63,7 @@ def test_gate_has_a_gradient_and_the_bias_has_none():
 
 
 def test_router_fixture():
-  data = op_fixture("router")
+  data = load_fixture("router")
   cfg = k3_config(base_emb_dim=128, num_experts=8, num_experts_per_tok=2)
   router = Router(cfg, rngs=nnx.Rngs(0))
   router.weight.set_value(jnp.asarray(data["gate_weight"]))

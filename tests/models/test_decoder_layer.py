@@ -9,7 +9,8 @@ from MaxText.layers.attn_res import ResidualStream
 from MaxText.models.kimi_k3 import DecoderLayer
 from tests.layers.test_latent_moe import FIXTURE
 from tests.layers.test_latent_moe import fixture_values as moe_values
-from tests.small import assert_op_close, fill, k3_config, op_fixture
+from tests.op_fixtures import assert_op_close, load_fixture
+from tests.small import fill, k3_config
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "g_proj", "o_proj", "b_proj", "f_a_proj", "f_b_proj")
 
@@ -35,7 +36,7 @@ def layer_values(data) -> dict:
 
 
 def test_layer_fixture():
-  data = op_fixture("layer_kda")
+  data = load_fixture("layer_kda")
   cfg = k3_config(**FIXTURE, kda_num_heads=4, kda_head_dim=16, attn_res_block_size=3)
   layer = DecoderLayer(cfg, 1, rngs=nnx.Rngs(0))
   fill(layer, layer_values(data))

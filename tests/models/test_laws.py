@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.models.conftest import load
 
 T, VOCAB = 20, 61
-CLOSE = dict(atol=2e-5, rtol=2e-5)
+CLOSE = dict(atol=1e-4, rtol=0)  # ADR 0004: logits of about 10, each up to 4.7e-5 from their float64 values
 EXAMPLES = settings(max_examples=6, deadline=None)
 
 
@@ -21,9 +21,9 @@ def ids(seed: int, n: int = T) -> np.ndarray:
   return np.random.default_rng(seed).integers(0, VOCAB, n).astype(np.int32)
 
 
-def row(tokens, offset: int = 0, width: int = T, segment: int = 1):
+def row(tokens, offset: int = 0, width: int = T, segment: int = 1, padding: int = 7):
   """One padded row: ids and segment ids, each [1, width]; padding carries an arbitrary id."""
-  out, segments = np.full((1, width), 7, np.int32), np.zeros((1, width), np.int32)
+  out, segments = np.full((1, width), padding, np.int32), np.zeros((1, width), np.int32)
   out[0, offset : offset + len(tokens)] = tokens
   segments[0, offset : offset + len(tokens)] = segment
   return out, segments
@@ -89,6 +89,10 @@ def test_padding_left_right_and_both_changes_nothing(programs, family, offset, s
   np.testing.assert_allclose(got[0, offset : offset + 9], want[0, :9], **CLOSE)
   for a, b in zip(jax.tree.leaves(got_cache), jax.tree.leaves(want_cache)):
     np.testing.assert_allclose(a, b, **CLOSE)
+  # rounding cannot hide a leak here: other ids in the padding leave every bit of what matters alone
+  other, other_cache = run.cached(*_interleave(row(tokens, offset, padding=23), run.empty))
+  np.testing.assert_array_equal(other[0, offset : offset + 9], got[0, offset : offset + 9])
+  jax.tree.map(np.testing.assert_array_equal, other_cache, got_cache)
 
 
 def _interleave(pair, cache):

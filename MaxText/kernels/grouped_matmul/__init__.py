@@ -9,6 +9,7 @@ from typing import Literal
 from jaxtyping import Array, Float, Int
 
 from MaxText.common import choices
+from MaxText.common.errors import UnsupportedError
 from MaxText.kernels.grouped_matmul import blocked, reference
 from MaxText.kernels.grouped_matmul.operands import Activation, Weight
 
@@ -78,6 +79,6 @@ def grouped_mlp(
 def _implementation(op: str, impl: Impl):
   name = "blocked" if impl == "auto" else impl
   if name not in _IMPLEMENTATIONS:
-    raise NotImplementedError(f"{op}: no implementation {name!r}, there are {', '.join(_IMPLEMENTATIONS)}")
+    raise UnsupportedError(f"{op}: no implementation {name!r}, there are {', '.join(_IMPLEMENTATIONS)}")
   choices.record(op, name)
   return _IMPLEMENTATIONS[name]

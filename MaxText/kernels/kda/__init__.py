@@ -50,7 +50,7 @@ def kda(
     output [B, T, H, V] float32, zero at padding, and the memory [B, H, K, V] float32 after the last segment.
 
   Raises:
-    NotImplementedError: `step` with T != 1.
+    UnsupportedError: `step` with T != 1.
   """
   if impl == "auto":
     impl = "step" if q.shape[1] == 1 else "chunked"

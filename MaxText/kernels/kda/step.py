@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int
 
+from MaxText.common.errors import UnsupportedError
 from MaxText.kernels.kda.reference import silence
 
 
@@ -24,10 +25,12 @@ def kda_single_step(
   """Advances each row by one token; arguments as `kda`, each [B, 1, ...], state [B, H, K, V].
 
   Raises:
-    NotImplementedError: the call holds another number of tokens than one.
+    UnsupportedError: the call holds another number of tokens than one.
   """
   if q.shape[1] != 1:
-    raise NotImplementedError(f"kda impl='step' takes T == 1, got q of shape {q.shape}")
+    raise UnsupportedError(
+      f"kda_impl: step takes one token a call (T == 1), got q of shape {q.shape}; use auto"
+    )
   if segment_ids is not None:
     q, k, v, log_decay, beta = silence(segment_ids != 0, q, k, v, log_decay, beta)
   q, k, v, log_decay, beta = (x[:, 0].astype(jnp.float32) for x in (q, k, v, log_decay, beta))
