@@ -116,18 +116,18 @@ class Experts(nnx.Module):
     picks = ids.reshape(-1) if valid is None else jnp.where(valid[:, None], ids, E).reshape(-1)
     order = jnp.argsort(picks, stable=True)
     group_sizes = jnp.sum(picks[:, None] == jnp.arange(E), axis=0, dtype=jnp.int32)
-    sorted_out = grouped_mlp(
-      z[order // A],
-      self.weight("w1"),
-      self.weight("w3"),
-      self.weight("w2"),
-      group_sizes,
-      gated_activation(self.cfg),
-      layer=row,
-      impl=self.cfg.moe_impl,
-    )
+    sorted_out = self._rows(z[order // A], group_sizes, row)
     out = sorted_out[jnp.argsort(order)].reshape(M, A, -1).astype(jnp.float32)
     return jnp.sum(weights[..., None] * out, axis=1), group_sizes
+
+  def _rows(self, rows, group_sizes, row):
+    """Outputs [M*A, L] of rows that are sorted by expert."""
+    weights = [self.weight(name) for name in ("w1", "w3", "w2")]
+    on_grid = self.cfg.mxfp4_qat and not self.cfg.packs_experts
+    if on_grid and row is not None:  # a stack in which one layer is rounded, not all of them each time
+      weights, row = [w[row] for w in weights], None
+    activation, impl = gated_activation(self.cfg), self.cfg.moe_impl
+    return grouped_mlp(rows, *weights, group_sizes, activation, layer=row, on_grid=on_grid, impl=impl)
 
   def weight(self, name: str) -> Float[Array, "*C E N K"] | MxFp4:
     """One of the three stacks of expert matrices, in the published orientation [.., E, out, in]."""
