@@ -13,7 +13,6 @@ Dims: N rows of data, B of a step, T tokens of a row, E experts. Source: spec 2.
 import argparse
 import functools
 import json
-import math
 import pickle
 import time
 from pathlib import Path
@@ -22,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from bits_per_byte import LENGTH, decoder_bits, rows, token_losses  # beside this file
 from flax import nnx
 from optax.contrib import MuonDimensionNumbers, muon
 
@@ -36,22 +36,12 @@ from MaxText.tokenizers.training import standard_library
 
 ASSETS = Path(__file__).parents[1] / "MaxText" / "assets" / "kimi-k3-tiny"
 MODEL = "kimi-k3-tiny"
-LENGTH = 512  # tokens of a row
 WARMUP = 40  # steps
 DECAY = 0.45  # part of the steps at the end over which the rate falls to zero
 BALANCE = 1e-2  # step of the router bias
 BIAS = "e_score_correction_bias"
 _INTO_STREAM = ("o_proj.weight", "down_proj.weight", "routed_expert_up_proj.weight")
 _NOT_MUON = ("lm_head.weight", "b_proj.weight")
-
-
-def rows(texts, tokenizer, end):
-  """Packs documents, each closed by the id `end`, into ids and document numbers [N, T+1]."""
-  documents = [np.array([*tokenizer.encode(text), end], np.int32) for text in texts]
-  ids = np.concatenate(documents)
-  segments = np.repeat(np.arange(1, len(documents) + 1, dtype=np.int32), [len(d) for d in documents])
-  at = np.arange((len(ids) - 1) // LENGTH)[:, None] * LENGTH + np.arange(LENGTH + 1)
-  return ids[at], segments[at]
 
 
 def initial_values(tree: ParameterTree, key) -> dict:
@@ -120,13 +110,6 @@ def count_picks(moe, picks: list) -> None:
   moe.gate = counted
 
 
-def token_losses(decoder, ids, segments):
-  """Returns -log p [B, T] of each next token in nats; a token that begins a document counts 0."""
-  logits, _ = decoder(ids[:, :-1], None, segments[:, :-1])
-  losses = optax.softmax_cross_entropy_with_integer_labels(logits, ids[:, 1:])
-  return jnp.where(segments[:, 1:] == segments[:, :-1], losses, 0)
-
-
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def train_step(tree, update, state, ids, segments):
   """One step on packed rows [B, T+1]; returns the new state, the loss and the worst load of an expert."""
@@ -187,19 +170,6 @@ def save_state(directory: Path, *entries) -> None:
   partial.replace(directory / "state.pickle")
 
 
-def bits_per_byte(decoder, cfg, texts: list[str], tokenizer) -> float:
-  """Measures -log2 p of `texts` a byte, in rows of T tokens that each start from nothing."""
-  ids, segments = rows(texts, tokenizer, cfg.eos_token_id)
-  graph, values = nnx.split(decoder)
-  losses = jax.jit(lambda values, i, s: token_losses(nnx.merge(graph, values), i, s))
-  sizes = np.array([len(tokenizer.decode_bytes([token])) for token in range(cfg.eos_token_id)] + [0])
-  inside = segments[:, 1:] == segments[:, :-1]
-  batches = [slice(i, i + 8) for i in range(0, len(ids) - len(ids) % 8, 8)]
-  nats = sum(float(losses(values, ids[b], segments[b]).sum()) for b in batches)
-  size = sum(int((sizes[ids[b, 1:]] * inside[b]).sum()) for b in batches)
-  return nats / math.log(2) / size
-
-
 def export(cfg, args) -> None:
   """Writes the last state in the published layout, loads that, and prints its held-out bits per byte."""
   step, seconds, (params, _) = load_state(args.directory)
@@ -207,7 +177,7 @@ def export(cfg, args) -> None:
   save_published(decoder, cfg, args.export, weight_dtype="bfloat16", companions=ASSETS, overwrite=True)
   tokenizer = KimiTokenizer.from_directory(ASSETS, cfg.vocab_size)
   loaded = load_params(args.export, loader.load(MODEL))
-  measured = bits_per_byte(loaded, cfg, standard_library()[1], tokenizer)
+  measured = decoder_bits(loaded, cfg, standard_library()[1], tokenizer)
   print(f"{step} steps, {seconds / 60:.1f} minutes, {measured:.4f} held-out bits per byte")
 
 

@@ -8,7 +8,9 @@ if "--accelerator" not in sys.argv:
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import pytest  # noqa: E402  (JAX reads the environment once)
+import jax  # noqa: E402  (JAX reads the environment once)
+import pytest  # noqa: E402
+from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 from jaxtyping import install_import_hook  # noqa: E402
 
 # modules whose annotated shapes and types are checked at every call
@@ -16,6 +18,17 @@ CHECKED = ("kernels.kda", "kernels.mla", "kernels.short_conv", "layers", "models
 ON_REQUEST = ("slow", "accelerator")
 
 install_import_hook([f"MaxText.{name}" for name in CHECKED], "beartype.beartype")
+
+
+@pytest.fixture(scope="module")
+def kept_programs(tmp_path_factory):
+  """Keeps compiled programs on disk for a module that builds the same model several times."""
+  jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("programs")))
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+  compilation_cache.reset_cache()
+  yield
+  jax.config.update("jax_compilation_cache_dir", None)
+  compilation_cache.reset_cache()
 
 
 def pytest_addoption(parser):

@@ -112,7 +112,7 @@ def third_parties_are_declared(source: Source) -> Iterator[str]:
   """The core imports its declared dependencies and nothing else; maxtext is for training/ alone."""
   known = core_dependencies().union(sys.stdlib_module_names, {"MaxText"})
   if source.room == "training":
-    known |= {"maxtext", "optax", "grain"}
+    known |= {"maxtext", "optax", "grain", "pyarrow"}
   for line, name in imported(source):
     if name.split(".")[0] not in known:
       yield f"{source.path}:{line}: {name} is no dependency of the core"

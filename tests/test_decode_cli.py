@@ -6,9 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 import MaxText
 from MaxText import decode
@@ -24,18 +22,8 @@ from tests.reference.generator import k3_config_json, write_checkpoint
 TOKENIZER = Path(MaxText.__file__).parent / "assets" / "kimi-k3-tiny"
 VOCAB = 1024
 TEXTS = ["def main(", "x", "尼罗河 😀 naïve = 1\\n" * 3]
+pytestmark = pytest.mark.usefixtures("kept_programs")  # each run of the command is a new model
 ARGS = ["max_new_tokens=12", "prefill_chunk=16", "max_target_length=128"]  # one set of shapes
-
-
-@pytest.fixture(scope="module", autouse=True)
-def programs(tmp_path_factory):
-  """Keeps compiled programs on disk for this module: each run of the command is a new model."""
-  jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("programs")))
-  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-  compilation_cache.reset_cache()
-  yield
-  jax.config.update("jax_compilation_cache_dir", None)
-  compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="module")

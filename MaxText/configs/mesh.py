@@ -22,8 +22,8 @@ class _Frozen(BaseModel):
 class AxisRules(_Frozen):
   """Mesh axes that split each named dimension; an empty list keeps it whole, on purpose.
 
-  A mesh axis splits one dimension of an array only: `expert` and `expert_mlp` choose first, then the others
-  from left to right.
+  A mesh axis splits one dimension of an array only: `expert`, `expert_mlp` and `embed` choose first, then the
+  others from left to right. An axis that another dimension has taken is passed over.
   """
 
   # --- dimensions of parameters -----------------------------------------------------------------------------

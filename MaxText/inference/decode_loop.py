@@ -8,9 +8,7 @@ Dims: B rows, C chunk, N steps of one dispatch, T tokens, D model width, V vocab
 """
 
 import dataclasses
-import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,8 +18,8 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from MaxText.common import choices
+from MaxText.inference.program import Programs
 from MaxText.inference.sampling import Sampling, sample
-from MaxText.models.sharding import Layout, settle
 
 SMALLEST_BUCKET = 16
 STOP_BUCKET = 8
@@ -178,73 +176,6 @@ def _pick(
   return dataclasses.replace(state, token=token, active=active, finite=finite)
 
 
-class Program:
-  """A function of (parameters, arrays...), compiled by hand for each set of shapes before it runs.
-
-  That keeps the compile time out of every other figure, and nothing can recompile unseen.
-  """
-
-  def __init__(self, function: Callable, *, donates: bool = False, layout: Layout | None = None):
-    """Wraps `function`.
-
-    Args:
-      function: of parameters, arrays and static numbers.
-      donates: its first argument after the parameters is consumed by a call.
-      layout: of the devices that it runs on, or None for one.
-    """
-    self._function = function
-    self._donates = donates
-    self._layout = layout
-    self._compiled: dict[tuple, jax.stages.Compiled] = {}
-
-  @property
-  def count(self) -> int:
-    """Programs compiled so far."""
-    return len(self._compiled)
-
-  def job(self, params: Any, *arrays: Any, **static: int) -> Callable[[], Callable[[], None]] | None:
-    """Returns what traces the program for these shapes, or None when it is compiled already.
-
-    Tracing has to happen in the thread of the caller, whose jax settings it follows; it returns what
-    compiles the program, in any thread.
-    """
-    key, tree, donated, kept = self._split(arrays, static)
-    if key in self._compiled:
-      return None
-    donated, kept = ([_abstract(x) for x in leaves] for leaves in (donated, kept))
-
-    def flat(params, donated, kept):
-      out = self._function(params, *jax.tree.unflatten(tree, donated + kept), **static)
-      return settle(self._layout, out)
-
-    def trace() -> Callable[[], None]:
-      lowered = jax.jit(flat, donate_argnums=1).lower(params, donated, kept)
-
-      def compile_program() -> None:
-        self._compiled[key] = lowered.compile()
-
-      return compile_program
-
-    return trace
-
-  def __call__(self, params: Any, *arrays: Any, **static: int) -> Any:
-    """Runs the program of these shapes and static values, which has to be compiled."""
-    key, _, donated, kept = self._split(arrays, static)
-    return self._compiled[key](params, donated, kept)
-
-  def _split(self, arrays: tuple, static: dict[str, int]) -> tuple[tuple, Any, list, list]:
-    """Returns (what identifies the program, tree of the arrays, leaves to donate, other leaves)."""
-    leaves, tree = jax.tree.flatten(arrays)
-    donated = len(jax.tree.leaves(arrays[0])) if self._donates else 0
-    key = (tree, *(leaf.shape for leaf in leaves), *static.items())
-    return key, tree, leaves[:donated], leaves[donated:]
-
-
-def _abstract(x: Any) -> jax.ShapeDtypeStruct:
-  """What a program is compiled for: a host array may come to lie anywhere, one on devices stays where it is."""
-  return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None))
-
-
 class DecodeLoop:
   """A decoder's parameters and its compiled programs.
 
@@ -252,38 +183,33 @@ class DecodeLoop:
     prefill_chunk: most prompt tokens that one program reads.
     steps: most tokens a row that one dispatch picks.
     row_multiple: rows that every batch has to be a multiple of.
-    compile_seconds: time spent on tracing and compiling so far.
-    implementations: operation -> implementations that the programs so far were traced with.
   """
 
-  def __init__(
-    self, decoder: nnx.Module, *, prefill_chunk: int = 512, steps: int = 32, layout: Layout | None = None
-  ):
-    graph, self._params = nnx.split(decoder)
-
-    def program(method: Callable, donates: bool = False) -> Program:
-      return Program(
-        lambda params, *rest, **kw: method(nnx.merge(graph, params), *rest, **kw),
-        donates=donates,
-        layout=layout,
-      )
-
-    self._start = program(start)
-    self._prefill = program(prefill, donates=True)
-    self._begin = program(begin, donates=True)
-    self._decode = program(decode_steps, donates=True)
-    self._logits = program(lambda decoder, ids, segment_ids: decoder(ids, None, segment_ids)[0])
+  def __init__(self, decoder: nnx.Module, *, prefill_chunk: int = 512, steps: int = 32):
+    self._programs = programs = Programs(decoder)
+    self._start = programs.program(start)
+    self._prefill = programs.program(prefill, donates=True)
+    self._begin = programs.program(begin, donates=True)
+    self._decode = programs.program(decode_steps, donates=True)
+    self._logits = programs.program(lambda decoder, ids, segment_ids: decoder(ids, None, segment_ids)[0])
     self.prefill_chunk = prefill_chunk
     self.steps = steps
-    self.row_multiple = 1 if layout is None else layout.row_multiple
-    self.compile_seconds = 0.0
-    self.implementations: choices.Choices = {}
+    self.row_multiple = 1 if programs.layout is None else programs.layout.row_multiple
+
+  @property
+  def compile_seconds(self) -> float:
+    """Time spent on tracing and compiling so far."""
+    return self._programs.compile_seconds
+
+  @property
+  def implementations(self) -> choices.Choices:
+    """Operation -> implementations that the programs so far were traced with."""
+    return self._programs.implementations
 
   @property
   def program_count(self) -> int:
     """Programs compiled so far."""
-    programs = self._start, self._prefill, self._begin, self._decode, self._logits
-    return sum(program.count for program in programs)
+    return self._programs.count
 
   def prefill(
     self,
@@ -303,9 +229,8 @@ class DecodeLoop:
       stop_ids: ids that end a row.
       capacity: S, cache slots of each row: at least prompt and new tokens together.
     """
-    shape = {"batch": len(prompts), "capacity": capacity}
-    self._compile(self._start.job(self._params, **shape))
-    prefix = self._start(self._params, **shape)
+    programs, params = self._programs, self._programs.params
+    prefix = programs.run(self._start, batch=len(prompts), capacity=capacity)
     first = np.array(max_new_tokens, np.int32) - 1, sampling, stop_array(stop_ids)
     longest = max(len(prompt) for prompt in prompts)
     pieces = [
@@ -314,13 +239,13 @@ class DecodeLoop:
     ]
     # at most two shapes: the whole chunks, and what is left
     shapes = {ids.shape: (ids, segment_ids) for ids, segment_ids in pieces}.values()
-    self._compile(
-      *(self._prefill.job(self._params, prefix, *piece) for piece in shapes),
-      self._begin.job(self._params, prefix.cache, prefix.hidden, prefix.length, *first),
+    programs.compile(
+      *(self._prefill.job(params, prefix, *piece) for piece in shapes),
+      self._begin.job(params, prefix.cache, prefix.hidden, prefix.length, *first),
     )
-    for ids, segment_ids in pieces:
-      prefix = self._prefill(self._params, prefix, ids, segment_ids)
-    return self._begin(self._params, prefix.cache, prefix.hidden, prefix.length, *first)
+    for piece in pieces:
+      prefix = self._prefill(params, prefix, *piece)
+    return self._begin(params, prefix.cache, prefix.hidden, prefix.length, *first)
 
   def decode(
     self, state: DecodeState, sampling: Sampling, stop_ids: Sequence[int], limit: int
@@ -331,26 +256,14 @@ class DecodeLoop:
       [B, N] int32 picked ids, -1 where a row had stopped, and the next state.
     """
     arrays = state, sampling, stop_array(stop_ids), np.int32(min(limit, self.steps))
-    self._compile(self._decode.job(self._params, *arrays, steps=self.steps))
-    picked, state = self._decode(self._params, *arrays, steps=self.steps)
+    picked, state = self._programs.run(self._decode, *arrays, steps=self.steps)
     return np.asarray(picked), state
 
   def logits(self, ids: Sequence[int]) -> np.ndarray:
     """Returns the [T, V] float32 logits after each of T tokens, read in one shot without a cache."""
     rows = [ids, *[()] * (self.row_multiple - 1)]
     arrays = padded(rows, bucket(len(ids), largest=1 << 62))
-    self._compile(self._logits.job(self._params, *arrays))
-    return np.asarray(self._logits(self._params, *arrays)[0, : len(ids)])
-
-  def _compile(self, *jobs: Callable[[], Callable[[], None]] | None) -> None:
-    """Compiles side by side what is not compiled yet: one program keeps little more than a core busy."""
-    wanted = [job for job in jobs if job is not None]
-    if wanted:
-      started = time.perf_counter()
-      with ThreadPoolExecutor() as pool, choices.collect(self.implementations):
-        for done in [pool.submit(trace()) for trace in wanted]:
-          done.result()
-      self.compile_seconds += time.perf_counter() - started
+    return np.asarray(self._programs.run(self._logits, *arrays)[0, : len(ids)])
 
 
 def bucket(length: int, largest: int) -> int:

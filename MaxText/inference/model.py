@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from MaxText.common.errors import ConfigError
 from MaxText.configs import loader
 from MaxText.configs.options import DecodeOptions
 from MaxText.configs.schema import Config
@@ -70,9 +71,7 @@ class Model:
     self.context = _context(config, max_target_length)
     self._max_target_length = max_target_length
     self._layout = getattr(decoder, "layout", None)
-    self._loop = DecodeLoop(
-      decoder, prefill_chunk=prefill_chunk, steps=steps_per_dispatch, layout=self._layout
-    )
+    self._loop = DecodeLoop(decoder, prefill_chunk=prefill_chunk, steps=steps_per_dispatch)
 
   def logits(self, ids: Sequence[int]) -> np.ndarray:
     """Returns the [T, vocabulary] float32 logits after each of T token ids.
@@ -233,6 +232,8 @@ def prepare(
   Returns:
     the model, and the checked prompts for its `answer`.
   """
+  if cfg.moe_capacity_factor is not None:
+    raise ConfigError("moe_capacity_factor: an answer may not depend on its neighbours; decode drops nothing")
   mesh = loader.load_mesh(options)
   layout = None if mesh is None else build_layout(mesh)
   source = weights.find(cfg, options.checkpoint, config)

@@ -18,6 +18,7 @@ from MaxText.tokenizers.kimi import KimiTokenizer
 
 Prompt = str | Sequence[int]
 MAX_SEED = 2**32 - 1
+MAX_LOGPROBS = 20  # the limit of OpenAI's interface
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +32,10 @@ class Settings:
     top_p: probability mass to draw from, in (0, 1].
     seed: of the random numbers, 0 to 2**32 - 1.
     stop_ids: token ids that end an answer; None for the end-of-text ids of model and tokenizer.
+    min_p: least probability to draw, as a share of the likeliest token's, in [0, 1).
+    presence_penalty: taken off the logit of every token that the answer already has, -2 to 2.
+    frequency_penalty: taken off for each time that the answer has it, -2 to 2.
+    logprobs: alternatives whose log-probabilities are wanted beside the picked token's, 0 to 20.
   """
 
   max_new_tokens: int = 64
@@ -39,6 +44,10 @@ class Settings:
   top_p: float = 1.0
   seed: int = 0
   stop_ids: tuple[int, ...] | None = None
+  min_p: float = 0.0
+  presence_penalty: float = 0.0
+  frequency_penalty: float = 0.0
+  logprobs: int = 0
 
   def check(self, vocab_size: int) -> None:
     """Refuses settings that no model of `vocab_size` ids can serve.
@@ -53,6 +62,11 @@ class Settings:
     _require(in_range, "top_p", self.top_p, "a number > 0 and <= 1")
     _require(_is_int(self.seed, 0, MAX_SEED), "seed", self.seed, f"a whole number from 0 to {MAX_SEED}")
     check_ids(self.stop_ids or (), vocab_size, "stop_ids")
+    in_range = _is_number(self.min_p, 0, 1) and self.min_p < 1
+    _require(in_range, "min_p", self.min_p, "a number >= 0 and < 1")
+    for key in ("presence_penalty", "frequency_penalty"):
+      _require(_is_number(getattr(self, key), -2, 2), key, getattr(self, key), "a number from -2 to 2")
+    _require(_is_int(self.logprobs, 0, MAX_LOGPROBS), "logprobs", self.logprobs, f"0 to {MAX_LOGPROBS}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,29 +29,37 @@ class Sampling:
     temperature: [B] float32, >= 0; 0 is greedy.
     top_k: [B] int32, tokens kept before top_p; 0 keeps all.
     top_p: [B] float32 in (0, 1], probability mass kept after top_k; 1 keeps all.
+    min_p: [B] float32 in [0, 1), least probability kept, as a share of the likeliest token's; 0 keeps all.
     seed: [B] uint32; two rows with one prompt and one seed give one answer.
   """
 
   temperature: Float[Array, "B"]
   top_k: Int[Array, "B"]
   top_p: Float[Array, "B"]
+  min_p: Float[Array, "B"]
   seed: UInt32[Array, "B"]
 
 
-def rows(batch: int, temperature: float, top_k: int, top_p: float, seed: int | Sequence[int]) -> Sampling:
+def rows(
+  batch: int, temperature: float, top_k: int, top_p: float, seed: int | Sequence[int], min_p: float = 0.0
+) -> Sampling:
   """Returns the same settings for `batch` rows; `seed` may be one for all or one a row."""
   return Sampling(
     temperature=np.full(batch, temperature, np.float32),
     top_k=np.full(batch, min(top_k, np.iinfo(np.int32).max), np.int32),
     top_p=np.full(batch, top_p, np.float32),
+    min_p=np.full(batch, min_p, np.float32),
     seed=np.broadcast_to(np.asarray(seed, np.uint32), (batch,)),
   )
 
 
 def kept_tokens(
-  logits: Float[Array, "B V"], top_k: Int[Array, "B"], top_p: Float[Array, "B"]
+  logits: Float[Array, "B V"],
+  top_k: Int[Array, "B"],
+  top_p: Float[Array, "B"],
+  min_p: Float[Array, "B"],
 ) -> Bool[Array, "B V"]:
-  """Marks the tokens that top-k and then top-p leave, at least one a row.
+  """Marks the tokens that top-k, top-p and min-p leave, at least one a row.
 
   top_p counts the mass of what top_k left, as in Hugging Face transformers: the fewest tokens whose
   renormalised probability reaches top_p. Ties are broken towards the lowest id, so exactly
@@ -61,6 +69,7 @@ def kept_tokens(
     logits: [B, V] float32, already divided by the temperature.
     top_k: [B] tokens kept, 0 for all.
     top_p: [B] mass kept, in (0, 1].
+    min_p: [B] least probability kept over the largest one, in [0, 1).
 
   Returns:
     [B, V] True for a token that may be drawn.
@@ -77,7 +86,8 @@ def kept_tokens(
   last = jnp.maximum(jnp.sum(in_top_k & in_top_p, axis=-1, keepdims=True) - 1, 0)
   floor = jnp.take_along_axis(ranked, last, axis=-1)
   last_id = jnp.take_along_axis(order, last, axis=-1)
-  return (logits > floor) | ((logits == floor) & (jnp.arange(V) <= last_id))
+  likely = logits - ranked[:, :1] >= jnp.log(min_p)[:, None]
+  return ((logits > floor) | ((logits == floor) & (jnp.arange(V) <= last_id))) & likely
 
 
 def sample(logits: Float[Array, "B V"], position: Int[Array, "B"], sampling: Sampling) -> Int[Array, "B"]:
@@ -102,10 +112,10 @@ def sample(logits: Float[Array, "B V"], position: Int[Array, "B"], sampling: Sam
     # the maximum becomes 0 first, so that a tiny temperature gives -inf elsewhere and never inf - inf
     shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
     scaled = shifted / jnp.where(is_greedy, 1.0, sampling.temperature)[:, None]
-    has_filter = jnp.any((sampling.top_k != ALL_TOKENS) | (sampling.top_p < 1.0))
+    filters = (sampling.top_k != ALL_TOKENS) | (sampling.top_p < 1.0) | (sampling.min_p > 0.0)
     filtered = jax.lax.cond(
-      has_filter,
-      lambda x: jnp.where(kept_tokens(x, sampling.top_k, sampling.top_p), x, -jnp.inf),
+      jnp.any(filters),
+      lambda x: jnp.where(kept_tokens(x, sampling.top_k, sampling.top_p, sampling.min_p), x, -jnp.inf),
       lambda x: x,
       scaled,
     )

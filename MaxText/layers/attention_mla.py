@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from MaxText.common import params
 from MaxText.configs.schema import Config
 from MaxText.kernels.mla import mla
-from MaxText.layers.cache import MlaCache, Row
+from MaxText.layers.cache import MlaCache, MlaPages, Row
 from MaxText.layers.normalization import RMSNorm
 from MaxText.layers.projection import Projection
 
@@ -42,11 +42,11 @@ class GatedLatentAttention(nnx.Module):
   def __call__(
     self,
     x: Float[Array, "B T D"],
-    cache: MlaCache | None = None,
+    cache: MlaCache | MlaPages | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     *,
     row: Row = None,
-  ) -> tuple[Float[Array, "B T D"], MlaCache | None]:
+  ) -> tuple[Float[Array, "B T D"], MlaCache | MlaPages | None]:
     """Runs T tokens of B rows.
 
     Args:
@@ -69,7 +69,7 @@ class GatedLatentAttention(nnx.Module):
       latent,
       self.k_up[...].astype(x.dtype),
       self.v_up[...].astype(x.dtype),
-      prefix=memory and (memory.latent, memory.length),
+      prefix=memory and (memory.pages, memory.length),
       segment_ids=segment_ids,
       scale=(N + P) ** -0.5,
       impl=cfg.mla_impl,

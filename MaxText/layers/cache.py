@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from MaxText.kernels.mla import Pages
+
 Row = Int[Array, ""] | None
 Leaf = Any  # an array, or what JAX puts in its place: a shape, a sharding, a tracer
 
@@ -61,6 +63,11 @@ class MlaCache(LayerMemory):
   latent: Leaf
   length: Leaf
 
+  @property
+  def pages(self) -> Leaf:
+    """What attention reads: [B, S, R+P]."""
+    return self.latent
+
   def append(self, new: Float[Array, "B T RP"], segment_ids: Int[Array, "B T"] | None) -> "MlaCache":
     """Writes the valid new latents of one layer after each row's length.
 
@@ -76,6 +83,52 @@ class MlaCache(LayerMemory):
     slot = jnp.where(slot < 0, S, slot)  # past the end: dropped
     latent = self.latent.at[jnp.arange(B)[:, None], slot].set(new.astype(self.latent.dtype), mode="drop")
     return MlaCache(latent, jnp.minimum(total, S))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MlaPages:
+  """Latents of one full-attention layer (or of a stack) in pages of a pool that all rows share.
+
+  A layer reads and writes pages of the pool by index: neither the pool nor a layer's share of it is copied.
+
+  Attributes:
+    latent: [G, J, R+P] pages, or [C, G, J, R+P] of stacked layers, activation dtype.
+    table: [B, N] int32 pages of each row, G where there is none; the same for all layers of a stack.
+    length: [B] int32, or [C, B]: tokens held by each row.
+    row: which layer of the stack this is, between `read` and `write`.
+  """
+
+  latent: Leaf
+  table: Leaf
+  length: Leaf
+  row: Leaf = None
+
+  def read(self, row: Row) -> "MlaPages":
+    """Returns this layer's own view."""
+    return self if row is None else dataclasses.replace(self, length=self.length[row], row=row)
+
+  @property
+  def pages(self) -> Pages:
+    """What attention reads."""
+    return Pages(self.latent, self.table, self.row)
+
+  def append(self, new: Float[Array, "B T RP"], segment_ids: Int[Array, "B T"] | None) -> "MlaPages":
+    """Writes the valid new latents of one layer after each row's length; arguments as `MlaCache.append`.
+
+    Args:
+      new: [B, T, R+P] latents of this call's tokens.
+      segment_ids: [B, T], 0 = padding.
+    """
+    slot, total = _slots(self.length, new.shape[1], segment_ids)
+    pages = self.pages.write(slot, new)
+    return dataclasses.replace(self, latent=pages.pool, length=jnp.minimum(total, pages.capacity))
+
+  def write(self, row: Row, new: "MlaPages") -> "MlaPages":
+    """Replaces this layer's memory by `new`, which `append` made of this layer's view."""
+    if row is None:
+      return new
+    return dataclasses.replace(self, latent=new.latent, length=self.length.at[row].set(new.length))
 
 
 def _slots(
@@ -94,7 +147,7 @@ def _slots(
   return slot, start[:, 0] + jnp.sum(kept, axis=1, dtype=length.dtype)
 
 
-LayerCache = KdaCache | MlaCache
+LayerCache = KdaCache | MlaCache | MlaPages
 
 
 @jax.tree_util.register_dataclass

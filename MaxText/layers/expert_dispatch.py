@@ -70,35 +70,37 @@ class OwnExperts:
 
   def __call__(self, rows: Float[Array, "R L"], sizes: Int[Array, "E"]) -> Float[Array, "R L"]:
     """Runs rows [R, L], those of the first expert first; sizes [E] are the rows of each."""
-    activation = gated_activation(self.cfg)
-    return grouped_mlp(rows, *self.weights, sizes, activation, layer=self.row, impl=self.cfg.moe_impl)
+    weights, row = self.weights, self.row
+    on_grid = self.cfg.mxfp4_qat and not self.cfg.packs_experts
+    if on_grid and row is not None:  # a stack in which one layer is rounded, not all of them each time
+      weights, row = [w[row] for w in weights], None
+    activation, impl = gated_activation(self.cfg), self.cfg.moe_impl
+    return grouped_mlp(rows, *weights, sizes, activation, layer=row, on_grid=on_grid, impl=impl)
 
 
 def dispatch(
-  cfg: Config,
   place: ExpertMesh,
+  experts: OwnExperts,
   z: Float[Array, "M L"],
   ids: Int[Array, "M A"],
   weights: Float[Array, "M A"],
   valid: Bool[Array, "M"],
-  matrices: tuple[Weight, Weight, Weight],
-  row: Row,
-) -> tuple[Float[Array, "M L"], Int[Array, ""]]:
+) -> tuple[Float[Array, "M L"], Int[Array, "E"]]:
   """Sums the chosen experts' outputs over all devices.
 
   Args:
-    cfg: the model; `moe_dispatch` says how.
     place: the devices.
+    experts: all experts; `moe_dispatch` of their configuration says how they are reached.
     z: [M, L] what the experts read.
     ids: [M, A] chosen experts.
     weights: [M, A] combine weights.
     valid: [M], false for padding.
-    matrices: w1, w3, w2 of all experts, each [.., E, out, in].
-    row: which layer of a stack.
 
   Returns:
-    [M, L] float32, and how many rows were dropped: 0 unless `moe_capacity_factor` is set.
+    [M, L] float32, and how many rows each of all E experts computed, [E] int32: fewer than chose it only where
+    `moe_capacity_factor` makes a device drop some.
   """
+  cfg, matrices = experts.cfg, experts.weights
   exchanges = cfg.moe_dispatch == "ragged_all_to_all" and place.expert
   if exchanges:
     tokens = place.batch + tuple(axis for axis in place.expert if axis not in place.batch)
@@ -114,17 +116,18 @@ def dispatch(
     jax.shard_map,
     mesh=place.mesh,
     in_specs=(*[PartitionSpec(tokens)] * 4, (narrow, narrow, wide), PartitionSpec()),
-    out_specs=(PartitionSpec(tokens), PartitionSpec()),
+    out_specs=(PartitionSpec(tokens), PartitionSpec(place.expert)),
   )
   def on_each(z, ids, weights, valid, matrices, row):
-    experts = OwnExperts(cfg, matrices, row)
-    if exchanges:
-      y, dropped = _exchanged(place, experts, z, ids, weights, valid)
-      return _sum(y, place.width), lax.psum(dropped, tokens)
-    return _sum(_local(place, experts, z, ids, weights, valid), place.expert + place.width), jnp.int32(0)
+    own = OwnExperts(cfg, matrices, row)
+    run, partial = (_exchanged, place.width) if exchanges else (_local, place.expert + place.width)
+    y, counts = run(place, own, z, ids, weights, valid)
+    # the devices outside of the group that shares the experts have tokens of their own
+    others = tuple(axis for axis in tokens if axis not in place.expert)
+    return _sum(y, partial), _sum(counts, others)
 
-  y, dropped = on_each(*inputs, matrices, row)
-  return y[:M], dropped
+  y, counts = on_each(*inputs, matrices, experts.row)
+  return y[:M], counts
 
 
 def _padded(a, more):
@@ -140,7 +143,7 @@ def _sum(y, axes):
 
 
 def _local(place, experts, z, ids, weights, valid):
-  """The part [M, L] of the sum that this device's experts contribute."""
+  """The part [M, L] of the sum that this device's experts contribute, and the rows of each of them, [E]."""
   E, matrices = experts.count, jax.tree.leaves(experts.weights)
   # by hand: jax 0.12 forgets to add up the gradient of what is read at places that differ between devices
   z, weights = (match_manual_axes(a, z, *matrices) for a in (z, weights))
@@ -164,21 +167,21 @@ def _local(place, experts, z, ids, weights, valid):
 
   y = match_manual_axes(jnp.zeros(z.shape, jnp.float32), z, picks)
   if passes == 1:
-    return add(y, 0)
+    return add(y, 0), sizes
 
   # twice an even share of the rows fits into one pass; only a skewed routing takes more of them
   @functools.partial(jax.checkpoint, prevent_cse=False)
   def body(y, start):
     return lax.cond(start < end[-1], add, lambda y, _: y, y, start), None
 
-  return lax.scan(body, y, jnp.arange(passes) * height)[0]
+  return lax.scan(body, y, jnp.arange(passes) * height)[0], sizes
 
 
 # --- every device has its own tokens ------------------------------------------------------------------------
 
 
 def _exchanged(place, experts, z, ids, weights, valid):
-  """The whole sum [M, L] for this device's tokens, and how many of their rows were dropped."""
+  """The whole sum [M, L] for this device's tokens, and the rows that each of its experts took, [E]."""
   (M, A), E, L = ids.shape, experts.count, z.shape[1]
   N, me = lax.axis_size(place.expert), lax.axis_index(place.expert)
   picks = jnp.where(valid[:, None], ids, N * E).reshape(-1)
@@ -192,10 +195,11 @@ def _exchanged(place, experts, z, ids, weights, valid):
   rows = exchange(z[order // A], zeros(_room(experts.cfg, N, M, E)), *there)
   expert = _expert_of_row(kept[:, me], rows.shape[0])
   by_expert = jnp.argsort(expert, stable=True)
-  out = experts(rows[by_expert], kept[:, me].sum(0))
+  counts = kept[:, me].sum(0)
+  out = experts(rows[by_expert], counts)
   out = exchange(out[jnp.argsort(by_expert)], zeros(M * A), *back)
   out = out[jnp.argsort(order)].reshape(M, A, L).astype(jnp.float32)
-  return jnp.sum(weights[..., None] * out, axis=1), (wanted[me] - kept[me]).sum()
+  return jnp.sum(weights[..., None] * out, axis=1), counts
 
 
 def _room(cfg: Config, N: int, M: int, E: int) -> int:

@@ -17,14 +17,14 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped
 
-from MaxText.common.errors import ConfigError, InputError
+from MaxText.common.errors import ConfigError, InputError, UnsupportedError
 from MaxText.configs.mesh import MESH_AXES, AxisRules, MeshConfig, size_key
 from MaxText.layers.cache import DecoderCache, KdaCache, LayerCache, MlaCache
 from MaxText.layers.expert_dispatch import ExpertMesh
 
 Names = Sequence[str | None]
 
-_CHOOSE_FIRST = ("expert", "expert_mlp")
+_CHOOSE_FIRST = ("expert", "expert_mlp", "embed")
 _KEYS = {
   "vocab": "vocab_size",
   "embed": "base_emb_dim",
@@ -271,6 +271,8 @@ def cache_shardings(layout: Layout, cache: DecoderCache) -> DecoderCache:
   """Returns the sharding of every leaf of a cache, own or stacked: rows, and heads where there are any."""
 
   def of(layer: LayerCache) -> LayerCache:
+    if type(layer) not in _CACHE_NAMES:
+      raise UnsupportedError(f"{layout.name}: {type(layer).__name__} lies on one device only")
     names = _CACHE_NAMES[type(layer)]
     return jax.tree.map(
       lambda leaf, name: layout.sharding((None,) * (leaf.ndim - len(name)) + name), layer, names
@@ -279,8 +281,10 @@ def cache_shardings(layout: Layout, cache: DecoderCache) -> DecoderCache:
   return jax.tree.map(of, cache, is_leaf=lambda node: isinstance(node, LayerCache))
 
 
-def constrain_cache(layout: Layout, cache: DecoderCache) -> DecoderCache:
+def constrain_cache(layout: Layout | None, cache: DecoderCache) -> DecoderCache:
   """Fixes the layout of every leaf of a cache, inside a compiled program."""
+  if layout is None:
+    return cache
   return jax.lax.with_sharding_constraint(cache, cache_shardings(layout, cache))
 
 

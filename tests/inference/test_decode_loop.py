@@ -10,8 +10,9 @@ import pytest
 from flax import nnx
 
 from MaxText.common.errors import CheckpointError
-from MaxText.inference.decode_loop import DecodeLoop, Program, bucket, cache_capacity, chunks, stop_array
+from MaxText.inference.decode_loop import DecodeLoop, bucket, cache_capacity, chunks, stop_array
 from MaxText.inference.generate import MAX_BATCH, BatchRun, batches
+from MaxText.inference.program import Program
 from MaxText.inference.prompts import Request, Settings
 from tests.inference.toy import VOCAB, ToyDecoder
 

@@ -63,6 +63,10 @@ def test_an_answer_ends_with_the_context():
     ({"max_new_tokens": 0}, "max_new_tokens"),
     ({"max_new_tokens": True}, "max_new_tokens"),
     ({"stop_ids": (1, 100)}, "stop_ids: token id 100"),
+    ({"min_p": 1.0}, "min_p: got 1.0, expected a number >= 0 and < 1"),
+    ({"presence_penalty": 2.5}, "presence_penalty: got 2.5, expected a number from -2 to 2"),
+    ({"frequency_penalty": float("nan")}, "frequency_penalty"),
+    ({"logprobs": 21}, "logprobs: got 21, expected 0 to 20"),
   ],
 )
 def test_settings_out_of_range_are_refused(changes, message):

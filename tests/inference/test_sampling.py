@@ -19,27 +19,31 @@ def logits_of(seed, batch, vocabulary=VOCAB):
   return np.random.default_rng(seed).integers(-3, 4, (batch, vocabulary)).astype(np.float32)
 
 
-def kept_slowly(logits, top_k, top_p):
-  """The definition in float64: rank by (-logit, id), keep k, renormalise, keep the first tokens of mass p."""
+def kept_slowly(logits, top_k, top_p, min_p):
+  """The definition in float64: rank by (-logit, id), keep k, then the first of mass p, if likely."""
   order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
   order = order[: top_k or len(order)]
   mass = np.exp(np.float64(logits[order]) - max(logits))
   mass /= mass.sum()
   before = np.concatenate([[0.0], np.cumsum(mass)[:-1]])
-  return {i for i, held in zip(order, before) if held < top_p}
+  likely = np.exp(np.float64(logits) - max(logits)) >= min_p
+  return {i for i, held in zip(order, before) if held < top_p and likely[i]}
 
 
 @pytest.mark.parametrize("top_k", [0, 1, 3, VOCAB, 50])
 @pytest.mark.parametrize("top_p", [1e-6, 0.31, 0.7, 1.0])
-def test_kept_tokens_are_those_of_the_definition(top_k, top_p):
+@pytest.mark.parametrize("min_p", [0.0, 0.1, 0.9])
+def test_kept_tokens_are_those_of_the_definition(top_k, top_p, min_p):
   logits = logits_of(top_k, 4)
-  got = np.asarray(kept(logits, np.full(4, top_k), np.full(4, top_p, np.float32)))
+  full = lambda value: np.full(4, value, np.float32)
+  got = np.asarray(kept(logits, np.full(4, top_k), full(top_p), full(min_p)))
   for row in range(4):
-    assert set(np.flatnonzero(got[row])) == kept_slowly(logits[row], top_k, top_p)
+    assert set(np.flatnonzero(got[row])) == kept_slowly(logits[row], top_k, top_p, min_p)
 
 
 def test_equal_logits_are_kept_by_lowest_id():
-  got = kept(np.zeros((1, VOCAB), np.float32), np.array([5]), np.array([1.0], np.float32))
+  one = np.ones(1, np.float32)
+  got = kept(np.zeros((1, VOCAB), np.float32), np.array([5]), one, 0 * one)
   np.testing.assert_array_equal(np.flatnonzero(got[0]), np.arange(5))
 
 
@@ -68,14 +72,21 @@ def test_draws_follow_the_distribution():
 
 def test_a_row_draws_the_same_beside_any_others():
   logits = logits_of(4, 5)
-  settings = [(0.0, 0, 1.0, 1), (0.7, 3, 1.0, 2), (1.3, 0, 0.6, 3), (1.0, 0, 1.0, 4), (0.9, 4, 0.9, 5)]
+  settings = [
+    (0.0, 0, 1, 0, 1),
+    (0.7, 3, 1, 0, 2),
+    (1.3, 0, 0.6, 0, 3),
+    (1, 0, 1, 0.2, 4),
+    (0.9, 4, 0.9, 0, 5),
+  ]
   columns = [np.asarray(column) for column in zip(*settings)]
-  types = (np.float32, np.int32, np.float32, np.uint32)
+  types = (np.float32, np.int32, np.float32, np.float32, np.uint32)
   together = Sampling(*(column.astype(kind) for column, kind in zip(columns, types)))
   position = np.array([7, 7, 9, 11, 13])
   want = np.asarray(pick(logits, position, together))
-  for row, (temperature, top_k, top_p, seed) in enumerate(settings):
-    alone = pick(logits[row : row + 1], position[row : row + 1], rows(1, temperature, top_k, top_p, seed))
+  for row, (temperature, top_k, top_p, min_p, seed) in enumerate(settings):
+    alone = rows(1, temperature, top_k, top_p, seed, min_p)
+    alone = pick(logits[row : row + 1], position[row : row + 1], alone)
     assert int(alone[0]) == want[row]
 
 

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from MaxText.tokenizers.chat.formats import chat_format
+from MaxText.tokenizers.chat.messages import read_conversation
+from MaxText.tokenizers.chat.options import ChatOptions
 from MaxText.tokenizers.registry import load_tokenizer
 
 MODEL = os.environ.get("KIMI_TIKTOKEN_MODEL")
@@ -17,7 +20,6 @@ pytestmark = pytest.mark.skipif(
   not MODEL, reason="KIMI_TIKTOKEN_MODEL does not name the released tiktoken.model"
 )
 
-OPEN, CLOSE, SEP, END = 163587, 163588, 163589, 163586
 EFFORT = (
   "`thinking_effort` guides on how much to think in your thinking channel "
   "(not including the response channel), supported values include `low`, `medium`, `high`, and `max`.\n"
@@ -71,11 +73,6 @@ TEXTS = {
     105281, 11369,
   ],
 }
-CHAT = [
-  OPEN, "message", " role", '="', "system", '"', SEP, "You are helpful.", CLOSE, "message", SEP, END,
-  OPEN, "message", " role", '="', "user", '"', SEP, "Hello", CLOSE, "message", SEP, END,
-  OPEN, "message", " role", '="', "assistant", '"', SEP, OPEN, "response", SEP,
-]
 CHAT_IDS = [
   163587, 2778, 6244, 878, 14062, 1, 163589, 3900, 554, 13205, 13, 163588, 2778, 163589, 163586,
   163587, 2778, 6244, 878, 2482, 1, 163589, 19180, 163588, 2778, 163589, 163586,
@@ -101,9 +98,10 @@ def test_texts_have_the_released_ids(released, text):
   assert released.decode(TEXTS[text]) == text
 
 
-def test_a_chat_encoded_segment_by_segment_has_the_released_ids(released):
-  segments = [[part] if isinstance(part, int) else released.encode(part) for part in CHAT]
-  assert sum(segments, []) == CHAT_IDS
+def test_a_rendered_chat_has_the_released_ids(released):
+  said = [{"role": "system", "content": "You are helpful."}, {"role": "user", "content": "Hello"}]
+  chat, options = chat_format(released), ChatOptions(thinking=False)
+  assert chat.render(read_conversation(said), options).ids == CHAT_IDS
 
 
 @pytest.mark.parametrize("text, count", LONG.items(), ids=["letters", "spaces", "words", "many words"])

@@ -11,9 +11,10 @@ from jaxtyping import Array, Float, Int
 from MaxText.common.choices import record
 from MaxText.kernels.mla.absorbed import mla_absorbed
 from MaxText.kernels.mla.direct import mla_direct
+from MaxText.kernels.mla.pages import Pages, Rows
 from MaxText.kernels.mla.reference import mla_reference
 
-__all__ = ["MlaImpl", "mla"]
+__all__ = ["MlaImpl", "Pages", "Rows", "mla"]
 
 MlaImpl = Literal["auto", "reference", "direct", "absorbed"]
 
@@ -30,7 +31,7 @@ def mla(
   w_uk: Float[Array, "H N R"],
   w_uv: Float[Array, "H V R"],
   *,
-  prefix: tuple[Float[Array, "B S RP"], Int[Array, "B"]] | None,
+  prefix: tuple[Rows, Int[Array, "B"]] | None,
   segment_ids: Int[Array, "B T"] | None,
   scale: float,
   impl: MlaImpl = "auto",
@@ -46,8 +47,9 @@ def mla(
     latent: [B, T, R+P] cache rows of the new tokens: R normalised latents, then P tail values.
     w_uk: [H, N, R] latent -> key of each head.
     w_uv: [H, V, R] latent -> value of each head.
-    prefix: cache rows [B, S, R+P] and how many of each row count, [B] int32; None: nothing came before. A
-      prefix longer than one block is read by a loop that follows the longest row and has no gradient.
+    prefix: cache rows [B, S, R+P], or `Pages` of them, and how many of each row count, [B] int32; None:
+      nothing came before. A prefix longer than one block is read by a loop that follows the longest row and
+      has no gradient.
     segment_ids: [B, T] 0 for padding, else the document of the token. None: every token is of one document.
     scale: factor on the scores, (N + P)**-0.5 in Kimi models.
     impl: `reference` materialises all scores, `direct` expands keys and values per head, `absorbed` moves

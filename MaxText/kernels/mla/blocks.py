@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from MaxText.kernels.carries import match_manual_axes
+from MaxText.kernels.mla.pages import Rows, capacity, read_rows
 from MaxText.kernels.mla.partial_softmax import Part, attend_part, empty_part, merge_parts
 from MaxText.kernels.segments import document_order
 
@@ -78,7 +79,7 @@ def attend_prefix(
   queries: Float[Array, "B T H D"],
   expand: Callable[[Array], tuple[Array, Array]],
   width: int,
-  prefix: tuple[Float[Array, "B S Y"], Int[Array, "B"]],
+  prefix: tuple[Rows, Int[Array, "B"]],
   documents: Int[Array, "B T"],
   scale: float,
 ) -> Part:
@@ -90,12 +91,12 @@ def attend_prefix(
     queries: [B, T, H, D].
     expand: cache rows [B, J, Y] -> keys [B, J, H, D] and values [B, J, H, X], or without the head axis.
     width: value width X.
-    prefix: cache rows [B, S, Y] and the number held in each, [B].
+    prefix: cache rows [B, S, Y], or pages of them, and the number held in each, [B].
     documents: [B, T] document of each token, -1 for padding.
     scale: factor on the scores.
   """
   rows, length = prefix
-  S = rows.shape[1]
+  S = capacity(rows)
   size = S if S <= SINGLE_BLOCK else BLOCK
 
   def attend(start, first, block):
@@ -105,15 +106,16 @@ def attend_prefix(
     return attend_part(queries, *expand(block), seen, scale)
 
   if size == S:
-    return attend(0, 0, rows)
+    return attend(0, 0, read_rows(rows, 0, S, length))
 
   def body(index, part):
     start = jnp.minimum(index * size, S - size)
-    block = lax.dynamic_slice_in_dim(rows, start, size, axis=1)
-    return merge_parts(part, attend(start, index * size, block))
+    return merge_parts(part, attend(start, index * size, read_rows(rows, start, size, length)))
 
   count = (jnp.max(length) + size - 1) // size
-  start = jax.tree.map(lambda x: match_manual_axes(x, queries, rows, length), empty_part(queries, width))
+  start = jax.tree.map(
+    lambda x: match_manual_axes(x, queries, *jax.tree.leaves(rows), length), empty_part(queries, width)
+  )
   return lax.fori_loop(0, count, body, start)
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from MaxText.kernels.mla.blocks import attend_own, attend_prefix, visible_documents
+from MaxText.kernels.mla.pages import Rows
 from MaxText.kernels.mla.partial_softmax import einsum_f32, finish_part, merge_parts
 
 
@@ -18,7 +19,7 @@ def mla_direct(
   w_uk: Float[Array, "H N R"],
   w_uv: Float[Array, "H V R"],
   *,
-  prefix: tuple[Float[Array, "B S RP"], Int[Array, "B"]] | None,
+  prefix: tuple[Rows, Int[Array, "B"]] | None,
   segment_ids: Int[Array, "B T"] | None,
   scale: float,
 ) -> Float[Array, "B T H V"]:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from MaxText.kernels.mla.pages import Rows, capacity, read_rows
 from MaxText.kernels.segments import document_order
 
 _einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
@@ -23,7 +24,7 @@ def mla_reference(
   w_uk: Float[Array, "H N R"],
   w_uv: Float[Array, "H V R"],
   *,
-  prefix: tuple[Float[Array, "B S RP"], Int[Array, "B"]] | None,
+  prefix: tuple[Rows, Int[Array, "B"]] | None,
   segment_ids: Int[Array, "B T"] | None,
   scale: float,
 ) -> Float[Array, "B T H V"]:
@@ -37,6 +38,7 @@ def mla_reference(
   seen = causal & (order[:, :, None] == order[:, None, :]) & valid[:, None, :]
   if prefix is not None:
     rows, length = prefix
+    rows = read_rows(rows, 0, capacity(rows), length)
     latent = jnp.concatenate([rows, latent], axis=1)
     before = (jnp.arange(rows.shape[1]) < length[:, None])[:, None] & (order == 0)[:, :, None]
     seen = jnp.concatenate([before, seen], axis=-1)

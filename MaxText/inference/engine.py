@@ -1,0 +1,222 @@
+"""Answers many requests side by side: slots, pages, and the programs that run on them.
+
+The engine does what it is told and decides nothing: who comes in, who waits and who has to leave is the
+scheduler's. One request after the other is read: `insert`, `prefill_chunk` to the end of the prompt, `begin`.
+All of them go on together: `decode`.
+
+Dims: S slots, N pages of a slot, M steps of one dispatch, K alternatives.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from flax import nnx
+
+from MaxText.common.errors import InputError
+from MaxText.inference import engine_programs as programs
+from MaxText.inference.decode_loop import bucket, padded
+from MaxText.inference.engine_programs import NO_TOKEN, EngineState, Picked, SlotSettings
+from MaxText.inference.program import Programs
+from MaxText.inference.prompts import Settings
+from MaxText.inference.resources import Resources
+from MaxText.inference.sampling import Sampling
+
+
+@dataclasses.dataclass(frozen=True)
+class Exported:
+  """A request outside the engine, with everything that it needs to go on.
+
+  Attributes:
+    state: the state of its slot, with its pages in order.
+    length: tokens in its memory.
+  """
+
+  state: EngineState
+  length: int
+
+
+class Engine:
+  """The slots of one decoder.
+
+  Attributes:
+    resources: which slots and pages are free.
+    prefill_chunk_size: most prompt tokens that one program reads.
+    steps: most tokens a slot that one dispatch picks.
+    max_target_length: most tokens of a request, prompt and answer together.
+  """
+
+  def __init__(
+    self,
+    decoder: nnx.Module,
+    *,
+    slots: int,
+    pages: int,
+    page_size: int = 64,
+    max_target_length: int,
+    prefill_chunk: int = 512,
+    steps: int = 8,
+    stop_ids: int = 16,
+    ranks: int = 1,
+  ):
+    """Allocates the state; compiles nothing else yet.
+
+    Args:
+      decoder: with its weights.
+      slots: S, requests at a time.
+      pages: of the pool that all slots share.
+      page_size: tokens of a page.
+      max_target_length: most tokens of a request, prompt and answer together.
+      prefill_chunk: most prompt tokens that one program reads.
+      steps: most tokens a slot that one dispatch picks.
+      stop_ids: most stop ids of a request.
+      ranks: parts of a data axis, which share neither slots nor pages.
+    """
+    per_slot = -(-max_target_length // page_size)
+    self.resources = Resources(
+      slots=slots, pages=pages, page_size=page_size, pages_per_slot=per_slot, ranks=ranks
+    )
+    self.max_target_length = min(max_target_length, self.resources.longest)
+    self.prefill_chunk_size, self.steps = prefill_chunk, steps
+    self._stop_ids = stop_ids
+    self._length = np.zeros(slots, int)
+    self._active = np.zeros(slots, bool)
+    self._programs = made = Programs(decoder)
+    self._insert = made.program(programs.insert, donates=True)
+    self._prefill = made.program(programs.prefill_chunk, donates=True)
+    self._begin = made.program(programs.begin, donates=True)
+    self._decode = made.program(programs.decode, donates=True)
+    self._reset = made.program(programs.reset_slot, donates=True)
+    self._export = made.program(programs.export_slot)
+    self._import = made.program(programs.import_slot, donates=True)
+    self._empty = made.program(programs.empty)
+    shape = {"slots": slots, "pages": pages, "page_size": page_size, "stop_ids": stop_ids}
+    self._state = made.run(self._empty, **shape)
+
+  @property
+  def program_count(self) -> int:
+    """Programs compiled so far."""
+    return self._programs.count
+
+  @property
+  def compile_seconds(self) -> float:
+    """Time spent on tracing and compiling so far."""
+    return self._programs.compile_seconds
+
+  @property
+  def active(self) -> np.ndarray:
+    """[S] bool, the slots that `decode` goes on with."""
+    return self._active.copy()
+
+  def length(self, slot: int) -> int:
+    """Returns the tokens in the memory of a slot."""
+    return int(self._length[slot])
+
+  def insert(self, prompt_length: int, settings: Settings, stop_ids: Sequence[int]) -> int | None:
+    """Gives a request a slot and the pages of its prompt, or returns None where either is lacking.
+
+    Args:
+      prompt_length: tokens of the prompt.
+      settings: how to answer, already checked.
+      stop_ids: ids that end the answer.
+
+    Raises:
+      InputError: the request could never be held, or has too many stop ids.
+    """
+    most = self.max_target_length
+    if prompt_length >= most:
+      raise InputError(
+        f"prompt: {prompt_length} tokens, but a request holds {most} with at least one new token"
+      )
+    if len(stop_ids) > self._stop_ids:
+      raise InputError(f"stop_ids: got {len(stop_ids)}, expected at most {self._stop_ids}")
+    slot = self.resources.acquire(prompt_length + 1)
+    if slot is None:
+      return None
+    limit = min(settings.max_new_tokens, most - prompt_length)
+    self._run(self._insert, np.int32(slot), np.int32(limit), _settings(settings, stop_ids, self._stop_ids))
+    self._length[slot] = 0
+    return slot
+
+  def prefill_chunk(self, slot: int, ids: Sequence[int]) -> None:
+    """Reads the next tokens of a slot's prompt, at most `prefill_chunk_size` of them."""
+    pieces = padded([ids], bucket(len(ids), self.prefill_chunk_size))
+    self._run(self._prefill, np.int32(slot), self.resources.table[slot : slot + 1].copy(), *pieces)
+    self._length[slot] += len(ids)
+
+  def begin(self, slot: int) -> Picked:
+    """Picks the first token of a slot whose prompt was read; `decode` goes on with it."""
+    return self._picked(self._begin, np.int32(slot))
+
+  def grow(self, slot: int, steps: int) -> bool:
+    """Gives a slot the pages for `steps` more tokens, or returns False where they are not free."""
+    most = self.resources.table.shape[1] * self.resources.page_size
+    return self.resources.grow(slot, min(int(self._length[slot]) + steps, most))
+
+  def decode(self, limit: int | None = None) -> Picked:
+    """Runs up to `limit` steps (`steps` when None) of all active slots, whose pages have to reach that far.
+
+    Raises:
+      RuntimeError: a slot was not given the pages that these steps need.
+    """
+    limit = min(limit or self.steps, self.steps)
+    for slot in np.flatnonzero(self._active):
+      if not self.grow(int(slot), limit):
+        raise RuntimeError(
+          f"slot {slot} has no pages for {limit} more tokens; grow it, or take it out, first"
+        )
+    picked = self._picked(self._decode, self.resources.table.copy(), np.int32(limit), steps=self.steps)
+    self._length += np.sum(picked.token != NO_TOKEN, axis=1)
+    return picked
+
+  def finite(self) -> np.ndarray:
+    """Returns [S] bool: whether every logit that the slot picked from was finite."""
+    return np.asarray(self._state.finite)
+
+  def reset_slot(self, slot: int) -> None:
+    """Ends the request of a slot, wipes its memory, and frees its pages."""
+    self._run(self._reset, np.int32(slot), self.resources.table[slot].copy())
+    self.resources.release(slot)
+    self._length[slot], self._active[slot] = 0, False
+
+  def export_slot(self, slot: int) -> Exported:
+    """Takes a copy of everything that a slot's request needs; the slot itself stays as it is."""
+    pages = self.resources.table[slot].copy()
+    state = self._programs.run(self._export, self._state, np.int32(slot), pages)
+    return Exported(state, int(self._length[slot]))
+
+  def import_slot(self, moved: Exported) -> int | None:
+    """Goes on with an exported request in any slot, or returns None where there is no room for it."""
+    slot = self.resources.acquire(moved.length + 1)
+    if slot is None:
+      return None
+    self._run(self._import, np.int32(slot), self.resources.table[slot].copy(), moved.state)
+    self._length[slot], self._active[slot] = moved.length, bool(moved.state.active[0])
+    return slot
+
+  def _run(self, program, *arrays) -> None:
+    self._state = self._programs.run(program, self._state, *arrays)
+
+  def _picked(self, program, *arrays, **static) -> Picked:
+    picked, self._state = self._programs.run(program, self._state, *arrays, **static)
+    self._active = np.array(self._state.active)
+    return jax.tree.map(np.asarray, picked)
+
+
+def _settings(settings: Settings, stop_ids: Sequence[int], width: int) -> SlotSettings:
+  """The settings of one slot, as what `insert` takes."""
+  sampling = Sampling(
+    temperature=np.float32(settings.temperature),
+    top_k=np.int32(min(settings.top_k, np.iinfo(np.int32).max)),
+    top_p=np.float32(settings.top_p),
+    min_p=np.float32(settings.min_p),
+    seed=np.uint32(settings.seed),
+  )
+  return SlotSettings(
+    sampling=sampling,
+    presence_penalty=np.float32(settings.presence_penalty),
+    frequency_penalty=np.float32(settings.frequency_penalty),
+    alternatives=np.int32(settings.logprobs),
+    stop_ids=np.array([*stop_ids, *[NO_TOKEN] * (width - len(stop_ids))], np.int32),
+  )

@@ -1,0 +1,312 @@
+"""The compiled programs of the engine: what happens to the slots, as functions of one state to the next.
+
+The state is donated and replaced as a whole. A slot without a request passes segment id 0, so that not a bit
+of it changes. What differs between requests (settings, stop ids, lengths) is an array with one entry a slot:
+as requests come and go, nothing compiles.
+
+Dims: S slots, N pages of a slot, C tokens of a chunk, D model width, V vocabulary, G stop ids, M steps of one
+dispatch, K alternatives.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from MaxText.inference import hybrid_cache
+from MaxText.inference.prompts import MAX_LOGPROBS
+from MaxText.inference.sampling import Sampling, sample
+
+NO_TOKEN = -1  # a step at which a slot picked nothing, and the unused places of a stop list
+ALTERNATIVES = MAX_LOGPROBS
+Leaf = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SlotSettings:
+  """How each slot answers; one entry a slot.
+
+  Attributes:
+    sampling: temperature, filters and seed, [S] each.
+    presence_penalty: [S] float32 taken off the logit of every token that was already picked.
+    frequency_penalty: [S] float32 taken off for each time that it was picked.
+    alternatives: [S] int32 log-probabilities wanted beside the picked one's, at most K.
+    stop_ids: [S, G] int32 ids that end the answer, -1 where unused.
+  """
+
+  sampling: Sampling
+  presence_penalty: Leaf
+  frequency_penalty: Leaf
+  alternatives: Leaf
+  stop_ids: Leaf
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class EngineState:
+  """Everything that the engine keeps on the device beside the weights.
+
+  Attributes:
+    pools: recurrent rows of the slots, and the pages of latents.
+    length: [S] int32, tokens in the memory of each slot.
+    hidden: [S, D] hidden state of the last prompt token that was read.
+    token: [S] int32, the last picked token, not yet in the memory.
+    remaining: [S] int32, tokens that the slot may still pick after `token`.
+    active: [S] bool, the slot goes on picking.
+    finite: [S] bool, every logit that it picked from was finite.
+    counts: [S, V] int32, how often each token was picked.
+    settings: how each slot answers.
+  """
+
+  pools: Leaf
+  length: Leaf
+  hidden: Leaf
+  token: Leaf
+  remaining: Leaf
+  active: Leaf
+  finite: Leaf
+  counts: Leaf
+  settings: SlotSettings
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Picked:
+  """What one dispatch picked.
+
+  Attributes:
+    token: [S, M] int32, -1 where the slot picked nothing.
+    logprob: [S, M] float32 log-probability of the token under the model's own distribution.
+    top_ids: [S, M, K] int32 likeliest tokens, where a slot wants alternatives.
+    top_logprobs: [S, M, K] float32 their log-probabilities.
+  """
+
+  token: Leaf
+  logprob: Leaf
+  top_ids: Leaf
+  top_logprobs: Leaf
+
+
+def empty(decoder: nnx.Module, *, slots: int, pages: int, page_size: int, stop_ids: int) -> EngineState:
+  """Returns the state without any request."""
+  S, cfg = slots, decoder.cfg
+  zeros = lambda *shape: jnp.zeros(shape, jnp.float32)
+  sampling = Sampling(zeros(S), jnp.zeros(S, jnp.int32), zeros(S) + 1, zeros(S), jnp.zeros(S, jnp.uint32))
+  return EngineState(
+    pools=hybrid_cache.empty_pools(cfg, decoder.plan, S, pages, page_size),
+    length=jnp.zeros(S, jnp.int32),
+    hidden=jnp.zeros((S, cfg.base_emb_dim), cfg.dtype),
+    token=jnp.zeros(S, jnp.int32),
+    remaining=jnp.zeros(S, jnp.int32),
+    active=jnp.zeros(S, bool),
+    finite=jnp.ones(S, bool),
+    counts=jnp.zeros((S, cfg.vocab_size), jnp.int32),
+    settings=SlotSettings(
+      sampling, zeros(S), zeros(S), jnp.zeros(S, jnp.int32), jnp.full((S, stop_ids), NO_TOKEN, jnp.int32)
+    ),
+  )
+
+
+def insert(
+  decoder: nnx.Module,
+  state: EngineState,
+  slot: Int[Array, ""],
+  remaining: Int[Array, ""],
+  settings: SlotSettings,
+) -> EngineState:
+  """Gives a slot to a request whose prompt is still to be read; whatever the slot held is gone.
+
+  Args:
+    decoder: the model.
+    state: the state before.
+    slot: which slot.
+    remaining: tokens that it may pick.
+    settings: of this request, without the slot axis.
+  """
+  state = _cleared(state, slot)
+  return dataclasses.replace(
+    state,
+    remaining=state.remaining.at[slot].set(remaining),
+    settings=jax.tree.map(lambda old, new: old.at[slot].set(new), state.settings, settings),
+  )
+
+
+def prefill_chunk(
+  decoder: nnx.Module,
+  state: EngineState,
+  slot: Int[Array, ""],
+  pages: Int[Array, "1 N"],
+  ids: Int[Array, "1 C"],
+  segment_ids: Int[Array, "1 C"],
+) -> EngineState:
+  """Reads the next chunk of a slot's prompt into its memory, in place.
+
+  Args:
+    decoder: the model.
+    state: the state before.
+    slot: which slot.
+    pages: [1, N] its pages.
+    ids: [1, C] token ids.
+    segment_ids: [1, C] 1 for a token, 0 for padding on the right.
+  """
+  length = jax.lax.dynamic_slice_in_dim(state.length, slot, 1)
+  cache = hybrid_cache.view(state.pools, pages, length, slot)
+  hidden, cache = decoder.hidden(ids, cache, segment_ids)
+  count = jnp.sum(segment_ids != 0)
+  last = jax.lax.dynamic_index_in_dim(hidden[0], jnp.maximum(count - 1, 0), keepdims=False)
+  return dataclasses.replace(
+    state,
+    pools=hybrid_cache.store(state.pools, cache, slot),
+    length=state.length.at[slot].add(count.astype(jnp.int32)),
+    hidden=state.hidden.at[slot].set(last),
+  )
+
+
+def begin(decoder: nnx.Module, state: EngineState, slot: Int[Array, ""]) -> tuple[Picked, EngineState]:
+  """Picks the first token of a slot whose prompt was read; the slot goes on from here in `decode`."""
+  state = dataclasses.replace(state, active=state.active.at[slot].set(True))
+  chosen = jnp.arange(state.active.shape[0]) == slot
+  return _pick(decoder, state, state.hidden, chosen)
+
+
+def decode(
+  decoder: nnx.Module, state: EngineState, table: Int[Array, "S N"], limit: Int[Array, ""], *, steps: int
+) -> tuple[Picked, EngineState]:
+  """Runs up to `limit` steps of one token an active slot, fewer when every slot has stopped.
+
+  Args:
+    decoder: the model.
+    state: the state before.
+    table: [S, N] pages of every slot, enough for the tokens of this dispatch.
+    limit: steps to run, at most `steps`; traced, so that a short dispatch compiles nothing.
+    steps: M, the width of the result.
+  """
+
+  def unfinished(carry):
+    index, _, state = carry
+    return (index < limit) & jnp.any(state.active)
+
+  def step(carry):
+    index, picked, state = carry
+    active = state.active.astype(jnp.int32)
+    cache = hybrid_cache.view(state.pools, table, state.length)
+    hidden, cache = decoder.hidden(state.token[:, None], cache, active[:, None])
+    state = dataclasses.replace(
+      state, pools=hybrid_cache.store(state.pools, cache), length=state.length + active
+    )
+    new, state = _pick(decoder, state, hidden[:, 0], state.active)
+    put = lambda whole, one: jax.lax.dynamic_update_slice_in_dim(whole, one, index, axis=1)
+    return index + 1, jax.tree.map(put, picked, new), state
+
+  S = state.active.shape[0]
+  nothing = Picked(
+    jnp.full((S, steps), NO_TOKEN, jnp.int32),
+    jnp.zeros((S, steps), jnp.float32),
+    jnp.zeros((S, steps, ALTERNATIVES), jnp.int32),
+    jnp.zeros((S, steps, ALTERNATIVES), jnp.float32),
+  )
+  _, picked, state = jax.lax.while_loop(unfinished, step, (jnp.int32(0), nothing, state))
+  return picked, state
+
+
+def reset_slot(
+  decoder: nnx.Module, state: EngineState, slot: Int[Array, ""], pages: Int[Array, "N"]
+) -> EngineState:
+  """Takes a slot from its request, and wipes its memory and its pages [N]."""
+  state = _cleared(state, slot)
+  held = hybrid_cache.take_slot(state.pools, pages, slot)
+  wiped = hybrid_cache.put_slot(state.pools, jax.tree.map(jnp.zeros_like, held), pages, slot)
+  return dataclasses.replace(state, pools=wiped)
+
+
+def export_slot(
+  decoder: nnx.Module, state: EngineState, slot: Int[Array, ""], pages: Int[Array, "N"]
+) -> EngineState:
+  """Copies out everything that a request needs to move or to pause: a state of one slot and N pages.
+
+  Args:
+    decoder: the model.
+    state: the whole state, which stays as it is.
+    slot: which slot.
+    pages: [N] its pages.
+  """
+  rest = dataclasses.replace(state, pools=None)
+  row = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), rest)
+  return dataclasses.replace(row, pools=hybrid_cache.take_slot(state.pools, pages, slot))
+
+
+def import_slot(
+  decoder: nnx.Module, state: EngineState, slot: Int[Array, ""], pages: Int[Array, "N"], moved: EngineState
+) -> EngineState:
+  """Gives a slot and its pages [N] to an exported request, which goes on as if it had never left."""
+  pools = hybrid_cache.put_slot(state.pools, moved.pools, pages, slot)
+  rest, row = (dataclasses.replace(each, pools=None) for each in (state, moved))
+  put = lambda whole, one: jax.lax.dynamic_update_slice_in_dim(whole, one, slot, axis=0)
+  return dataclasses.replace(jax.tree.map(put, rest, row), pools=pools)
+
+
+def _cleared(state: EngineState, slot: Int[Array, ""]) -> EngineState:
+  """Zeros the recurrent row, the counts and the marks of a slot."""
+
+  def wipe(layer, is_stacked):
+    if isinstance(layer, hybrid_cache.LatentPool):
+      return layer
+    index = (slice(None), slot) if is_stacked else slot
+    return jax.tree.map(lambda x: x.at[index].set(0), layer)
+
+  names = ("length", "hidden", "token", "remaining", "counts")
+  zeroed = {name: getattr(state, name).at[slot].set(0) for name in names}
+  return dataclasses.replace(
+    state,
+    **zeroed,
+    pools=hybrid_cache.map_layers(hybrid_cache.Pools, wipe, state.pools),
+    active=state.active.at[slot].set(False),
+    finite=state.finite.at[slot].set(True),
+  )
+
+
+def _pick(
+  decoder: nnx.Module, state: EngineState, hidden: Float[Array, "S D"], chosen: Bool[Array, "S"]
+) -> tuple[Picked, EngineState]:
+  """Picks one token in the chosen slots, and says which of them go on."""
+  logits = decoder.logits(hidden).astype(jnp.float32)
+  settings = state.settings
+  seen = (state.counts > 0) * settings.presence_penalty[:, None]
+  penalised = logits - seen - state.counts * settings.frequency_penalty[:, None]
+  token = sample(penalised, state.length, settings.sampling)
+  is_finite = jnp.all(jnp.isfinite(logits), axis=-1)
+  stops = jnp.any(token[:, None] == settings.stop_ids, axis=-1)
+  remaining = state.remaining - chosen
+  goes_on = is_finite & ~stops & (remaining > 0)
+  slots = jnp.arange(token.shape[0])
+  after = dataclasses.replace(
+    state,
+    token=jnp.where(chosen, token, state.token),
+    remaining=remaining,
+    active=jnp.where(chosen, goes_on, state.active),
+    finite=state.finite & (is_finite | ~chosen),
+    counts=state.counts.at[slots, token].add(chosen.astype(jnp.int32)),
+  )
+  shown = jnp.where(chosen & is_finite, token, NO_TOKEN)
+  return _described(logits, shown, jnp.where(chosen, settings.alternatives, 0)), after
+
+
+def _described(logits: Float[Array, "S V"], token: Int[Array, "S"], alternatives: Int[Array, "S"]) -> Picked:
+  """One step of `Picked`: tokens, their log-probabilities, and alternatives where any slot wants them."""
+  norm = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+  own = jnp.take_along_axis(logits, jnp.maximum(token, 0)[:, None], axis=-1) - norm
+  count = min(ALTERNATIVES, logits.shape[-1])
+
+  def best():
+    values, ids = jax.lax.top_k(logits, count)
+    widen = lambda x: jnp.pad(x, ((0, 0), (0, ALTERNATIVES - count)))
+    return widen(ids.astype(jnp.int32)), widen(values - norm)
+
+  shape = (token.shape[0], ALTERNATIVES)
+  none = lambda: (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
+  ids, values = jax.lax.cond(jnp.any(alternatives > 0), best, none)
+  return Picked(token[:, None], own, ids[:, None], values[:, None])
