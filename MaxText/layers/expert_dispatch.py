@@ -5,7 +5,7 @@
 neither does a weight travel, and in neither is an expert computed that has no rows.
 
 Dims: M tokens, L expert input width, A experts of a token, E experts of a device, R rows of a buffer,
-N devices that share the experts, C stacked layers. Source: spec 2.7 steps 3 and 4.
+N devices that share the experts, F expert width, C stacked layers. Source: spec 2.7 steps 3 and 4.
 """
 
 import dataclasses
@@ -26,7 +26,8 @@ from MaxText.kernels.mxfp4 import MxFp4
 from MaxText.layers.cache import Row
 from MaxText.layers.situ import gated_activation
 
-Weight = Float[Array, "*C E N K"] | MxFp4
+Narrow = Float[Array, "*C E F L"] | MxFp4
+Wide = Float[Array, "*C E L F"] | MxFp4
 
 _SMALL = 1024
 """Rows up to which one buffer holds them all, whichever device they belong to."""
@@ -60,7 +61,7 @@ class OwnExperts:
   """
 
   cfg: Config
-  weights: tuple[Weight, Weight, Weight]
+  weights: tuple[Narrow, Narrow, Wide]
   row: Row
 
   @property
@@ -97,8 +98,8 @@ def dispatch(
     valid: [M], false for padding.
 
   Returns:
-    [M, L] float32, and how many rows each of all E experts computed, [E] int32: fewer than chose it only where
-    `moe_capacity_factor` makes a device drop some.
+    [M, L] float32, and how many rows each of all E experts computed, [E] int32: fewer than chose it only
+    where `moe_capacity_factor` makes a device drop some.
   """
   cfg, matrices = experts.cfg, experts.weights
   exchanges = cfg.moe_dispatch == "ragged_all_to_all" and place.expert
