@@ -106,10 +106,10 @@ class TrainOptions(Options):
   eval_steps: int = Field(gt=0)
   enable_tensorboard: bool
   # --- devices
-  ici_data_parallelism: int
-  ici_fsdp_parallelism: int
-  ici_tensor_parallelism: int
-  ici_expert_parallelism: int
+  ici_data_parallelism: int | None
+  ici_fsdp_parallelism: int | None
+  ici_tensor_parallelism: int | None
+  ici_expert_parallelism: int | None
 
   @model_validator(mode="after")
   def _evaluates_something(self) -> "TrainOptions":

@@ -15,7 +15,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from MaxText.configs.schema import Config
@@ -44,7 +44,7 @@ class ExpertMesh:
     width: axes that split the width of each expert.
   """
 
-  mesh: Mesh
+  mesh: Mesh | AbstractMesh
   batch: tuple[str, ...]
   expert: tuple[str, ...]
   width: tuple[str, ...]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped
 
 from MaxText.common.errors import ConfigError, InputError, UnsupportedError
@@ -49,12 +49,12 @@ class Layout:
   """A mesh of devices with the rules that lay a model out on it.
 
   Attributes:
-    mesh: has the axes data, fsdp, expert and tensor; others are left alone.
+    mesh: has the axes data, fsdp, expert and tensor; others are left alone. An abstract one serves to plan.
     rules: which of them split what.
     name: what messages call it.
   """
 
-  mesh: Mesh
+  mesh: Mesh | AbstractMesh
   rules: AxisRules
   name: str = "mesh"
 
@@ -253,14 +253,14 @@ def describe_layout(layout: Layout, decoder: nnx.Module) -> str:
   total = sum(param.nbytes for param in parameters(decoder))
   extra = sum(row.extra_bytes for row in report)
   sizes = " x ".join(f"{axis} {n}" for axis, n in layout.mesh.shape.items() if n > 1) or "one device"
-  line = f"{layout.name}: {sizes}; {_mib((total + extra) / layout.mesh.size)} of weights a device"
+  line = f"{layout.name}: {sizes}; {_mib((total + extra) // layout.mesh.size)} of weights a device"
   if not report:
     return f"{line}; nothing is replicated"
   worst = ", ".join(f"{row.path} x {row.copies}" for row in itertools.islice(report, 3))
   return f"{line}; replicated: {len(report)} parameters, {_mib(extra)} of copies (most: {worst})"
 
 
-def _mib(nbytes: float) -> str:
+def _mib(nbytes: int) -> str:
   return f"{nbytes / 2**20:,.2f} MiB"
 
 
