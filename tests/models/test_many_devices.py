@@ -20,8 +20,9 @@ from tests.models.conftest import IDS, load
 from tests.models.test_sharding import mesh_config
 from tests.reference.generator import k3_config_json, write_checkpoint
 
-# a dense linear layer, a linear and a full one with experts; two blocks of the residual stream
-SHAPE = dict(num_hidden_layers=3, full_attn_layers=(3,), hidden_size=48, vocab_size=64, kda_heads=4)
+# a dense linear layer and a full one with experts, each in a block of the residual stream of its own
+SHAPE = dict(num_hidden_layers=2, full_attn_layers=(2,), attn_res_block_size=1)
+SHAPE |= dict(hidden_size=48, vocab_size=64, kda_heads=4)
 B, T, STEPS = 8, 6, 12
 MESHES = {"fsdp2_tp2_ep2": {}, "ep8": dict(fsdp=1, expert=8, tensor=1)}
 PLACES = [
@@ -146,7 +147,8 @@ def test_greedy_decoding_through_sharded_caches_gives_the_same_tokens(
 
 
 def test_a_scanned_stack_on_a_mesh_gives_the_logits_of_one_device(tmp_path):
-  config = k3_config_json(**SHAPE | dict(num_hidden_layers=5, full_attn_layers=(3, 5)), **IDS)
+  scanned = dict(num_hidden_layers=5, full_attn_layers=(3, 5), attn_res_block_size=2)
+  config = k3_config_json(**SHAPE | scanned, **IDS)
   directory = write_checkpoint(tmp_path, config, seed=12, dtype="f32")
   ids, segments = batch()
 
