@@ -120,7 +120,17 @@ def greedy(model):
 
 
 @pytest.fixture(scope="module")
-def greedy_one_device(directories):
+def quick_programs():
+  """Compiles the loop's programs with less time in LLVM, as `quick_jit` does: each of them runs once."""
+  usual = jax.stages.Lowered.compile
+  with pytest.MonkeyPatch.context() as patch:
+    options = {"xla_backend_optimization_level": 0}
+    patch.setattr(jax.stages.Lowered, "compile", lambda self: usual(self, compiler_options=options))
+    yield
+
+
+@pytest.fixture(scope="module")
+def greedy_one_device(directories, quick_programs):
   """Tokens of one device, each clear of the runner-up."""
   model = decoder(directories[True])
   prompts, tokens, _ = greedy(model)
@@ -147,7 +157,7 @@ def test_greedy_decoding_through_sharded_caches_gives_the_same_tokens(
 
 
 def test_a_scanned_stack_on_a_mesh_gives_the_logits_of_one_device(tmp_path):
-  scanned = dict(num_hidden_layers=5, full_attn_layers=(3, 5), attn_res_block_size=2)
+  scanned = dict(num_hidden_layers=3, full_attn_layers=(2, 3), attn_res_block_size=2)
   config = k3_config_json(**SHAPE | scanned, **IDS)
   directory = write_checkpoint(tmp_path, config, seed=12, dtype="f32")
   ids, segments = batch()
