@@ -204,7 +204,7 @@ def _check_divisible(layout: Layout, found: Sequence[Dimensions]) -> None:
   fitting = " or ".join(map(str, dict.fromkeys((below, above))))
   multiples = " or ".join(map(str, _multiples(size, parts)))
   raise ConfigError(
-    f"{layout.name}: {keys}: {name} of {size} ({_KEYS[name]}) does not divide over {parts} devices "
+    f"{layout.name}: {keys}: {name} of {size} ({_KEYS.get(name, name)}) does not divide over {parts} devices "
     f"({param.path} {list(param.shape)}); nearest that do: {fitting} devices, or a size of {multiples}"
   )
 
