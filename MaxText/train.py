@@ -74,7 +74,7 @@ def _command(arguments: list[str]) -> int:
   cfg, options = loader.load_command(config, ours, TrainOptions)
   from MaxText.training import compat
 
-  compat.require()
+  compat.check_version()
   passed = _passed(others)
   _train(config, cfg, options, passed)
   return 0
