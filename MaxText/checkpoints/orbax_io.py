@@ -31,6 +31,7 @@ from MaxText.configs.published import from_published
 from MaxText.configs.schema import Config
 from MaxText.kernels.mxfp4 import MxFp4, unpack
 from MaxText.models import registry
+from MaxText.models.adapters import merged
 from MaxText.models.kimi_k3 import KimiDecoder
 
 _ARRAYS = "params"
@@ -56,7 +57,7 @@ def save_orbax(
   """Saves the parameters of `model` and its configuration; the directory appears whole or not at all.
 
   Args:
-    model: scanned or unrolled, in any dtypes.
+    model: scanned or unrolled, in any dtypes; what adapters add is folded into its weights.
     directory: absent or empty, unless `overwrite`.
     manifest: how a published source stored its tensors, so that a later export restores its bytes.
     companions: directory to copy tokenizer and generation files from.
@@ -65,7 +66,7 @@ def save_orbax(
   Raises:
     CheckpointError: `directory` holds something, or cannot be written.
   """
-  tree, cfg = ParameterTree(model), model.cfg
+  tree, cfg = ParameterTree(merged(model)), model.cfg
   layout = {"scan_layers": bool(model.plan.repeats), "expert_weights": cfg.expert_weights}
   layout |= {"dtype": cfg.dtype, "weight_dtype": cfg.parameter_dtype}
   with staged(directory, overwrite, sum(array.nbytes for array in tree.values.values())) as folder:
