@@ -20,6 +20,7 @@ class DecodeOptions(Options):
   """What `python -m MaxText.decode` does with a model."""
 
   checkpoint: MaybePath
+  adapters: MaybePath
   prompt: str | None
   prompt_ids: tuple[int, ...] | None
   prompts_file: MaybePath
@@ -45,6 +46,7 @@ class DecodeOptions(Options):
 class ConvertOptions(Options):
   """What `python -m MaxText.convert` does with a checkpoint."""
 
+  adapters: MaybePath
   overwrite: bool
   max_shard_bytes: int = Field(gt=0)
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from flax import nnx
 
 from MaxText.checkpoints import load
+from MaxText.checkpoints.adapters import load_adapters
 from MaxText.checkpoints.directory import home, kind
 from MaxText.common.errors import CheckpointError
 from MaxText.configs import loader
@@ -100,18 +101,25 @@ def read_tokenizer(cfg: Config, source: Source) -> KimiTokenizer | None:
   return load_tokenizer(directory, cfg.vocab_size)
 
 
-def read_decoder(cfg: Config, source: Source, seed: int = 0) -> tuple[nnx.Module, str]:
+def read_decoder(
+  cfg: Config, source: Source, seed: int = 0, adapters: str | None = None
+) -> tuple[nnx.Module, str]:
   """Returns the decoder with its weights, and in words where they came from.
 
   Args:
     cfg: the architecture and the dtypes to hold.
     source: from `find`.
     seed: of random weights.
+    adapters: file of low-rank adapters to hang on the decoder, or None.
 
   Raises:
-    CheckpointError: the checkpoint is damaged or does not fit.
+    CheckpointError: the checkpoint or the adapters are damaged or do not fit.
   """
   if source.directory is None:
-    return registry.build(cfg, nnx.Rngs(seed)), f"{RANDOM}, seed {seed} ({source.note})"
-  loaded = load.load(source.directory, cfg)
-  return loaded.model, str(source.directory)
+    decoder, words = registry.build(cfg, nnx.Rngs(seed)), f"{RANDOM}, seed {seed} ({source.note})"
+  else:
+    decoder, words = load.load(source.directory, cfg).model, str(source.directory)
+  if adapters is not None:
+    load_adapters(decoder, adapters)
+    words += f" with {adapters}"
+  return decoder, words
