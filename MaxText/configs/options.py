@@ -18,6 +18,7 @@ class DecodeOptions(Options):
   """What `python -m MaxText.decode` does with a model."""
 
   checkpoint: str | None
+  adapter: str | None
   prompt: str | None
   prompt_ids: tuple[int, ...] | None
   prompts_file: str | None

@@ -228,7 +228,7 @@ def prepare(
   requests = make_requests(prompts, settings, tokenizer, cfg.vocab_size, context)
   capacity = _capacity(requests, options.prefill_chunk, options.max_target_length)
   memory.check_fits(cfg, len(batches(len(requests))[0]), capacity)
-  decoder, words = weights.read_decoder(cfg, source, options.seed)
+  decoder, words = weights.read_decoder(cfg, source, options.seed, options.adapter)
   model = Model(
     cfg,
     decoder,

@@ -6,12 +6,14 @@ from typing import NamedTuple
 from flax import nnx
 
 from MaxText.checkpoints import load
+from MaxText.checkpoints.adapters import load_adapters
 from MaxText.checkpoints.directory import kind
 from MaxText.common.errors import CheckpointError
 from MaxText.configs import loader
 from MaxText.configs.comparison import architecture_differences
 from MaxText.configs.schema import Config
 from MaxText.models import registry
+from MaxText.models.adapters import merged
 from MaxText.tokenizers.kimi import KimiTokenizer
 from MaxText.tokenizers.registry import has_tokenizer, load_tokenizer
 
@@ -89,18 +91,25 @@ def read_tokenizer(cfg: Config, source: Source) -> KimiTokenizer | None:
   return None
 
 
-def read_decoder(cfg: Config, source: Source, seed: int = 0) -> tuple[nnx.Module, str]:
+def read_decoder(
+  cfg: Config, source: Source, seed: int = 0, adapter: str | None = None
+) -> tuple[nnx.Module, str]:
   """Returns the decoder with its weights, and in words where they came from.
 
   Args:
     cfg: the architecture and the dtypes to hold.
     source: from `find`.
     seed: of random weights.
+    adapter: file of low-rank adapters; they are folded into the weights, those of packed experts apart.
 
   Raises:
-    CheckpointError: the checkpoint is damaged or does not fit.
+    CheckpointError: the checkpoint, or the adapter file, is damaged or does not fit.
   """
   if source.directory is None:
-    return registry.build(cfg, nnx.Rngs(seed)), f"{RANDOM}, seed {seed} ({source.note})"
-  loaded = load.load(source.directory, cfg)
-  return loaded.model, str(source.directory)
+    decoder, words = registry.build(cfg, nnx.Rngs(seed)), f"{RANDOM}, seed {seed} ({source.note})"
+  else:
+    decoder, words = load.load(source.directory, cfg).model, str(source.directory)
+  if adapter is None:
+    return decoder, words
+  load_adapters(decoder, adapter)
+  return merged(decoder, keep_on_packed=True), f"{words} with {adapter}"
