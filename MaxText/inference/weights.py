@@ -13,6 +13,7 @@ from MaxText.configs import loader
 from MaxText.configs.comparison import architecture_differences
 from MaxText.configs.schema import Config
 from MaxText.models import registry
+from MaxText.models.adapters import merged
 from MaxText.tokenizers.kimi import KimiTokenizer
 from MaxText.tokenizers.registry import has_tokenizer, load_tokenizer
 
@@ -110,16 +111,16 @@ def read_decoder(
     cfg: the architecture and the dtypes to hold.
     source: from `find`.
     seed: of random weights.
-    adapters: file of low-rank adapters to hang on the decoder, or None.
+    adapters: file of low-rank adapters; they are folded into the weights, those of packed experts apart.
 
   Raises:
-    CheckpointError: the checkpoint or the adapters are damaged or do not fit.
+    CheckpointError: the checkpoint, or the adapter file, is damaged or does not fit.
   """
   if source.directory is None:
     decoder, words = registry.build(cfg, nnx.Rngs(seed)), f"{RANDOM}, seed {seed} ({source.note})"
   else:
     decoder, words = load.load(source.directory, cfg).model, str(source.directory)
-  if adapters is not None:
-    load_adapters(decoder, adapters)
-    words += f" with {adapters}"
-  return decoder, words
+  if adapters is None:
+    return decoder, words
+  load_adapters(decoder, adapters)
+  return merged(decoder, keep_on_packed=True), f"{words} with {adapters}"
