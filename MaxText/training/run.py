@@ -15,7 +15,13 @@ import jax
 import numpy as np
 from flax import nnx
 
-from MaxText.checkpoints.directory import RUN_FILE, read_orbax_file, write_companions, write_orbax_file
+from MaxText.checkpoints.directory import (
+  RUN_FILE,
+  kind,
+  read_orbax_file,
+  write_companions,
+  write_orbax_file,
+)
 from MaxText.checkpoints.layout import ParameterTree
 from MaxText.checkpoints.load import load_params
 from MaxText.checkpoints.reader import read_json
@@ -199,6 +205,8 @@ def _prepare(directory: Path, cfg: Config, companions: Path | None) -> None:
       if layout[key] != now:
         raise CheckpointError(f"{directory}: {key} is {layout[key]} in this run, {now} now")
     return
+  if kind(directory):
+    raise CheckpointError(f"{directory}: holds a checkpoint and no run; give another run_name")
   try:
     directory.mkdir(parents=True, exist_ok=True)
     write_companions(directory, cfg, companions)
