@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 from MaxText.common import command
 from MaxText.common.errors import ConfigError, InputError, did_you_mean
 from MaxText.configs import loader
-from MaxText.configs.options import TrainOptions
+from MaxText.configs.options import SftOptions, TrainOptions
 from MaxText.configs.schema import Config
 from MaxText.inference.compile_cache import compile_compactly, keep_programs
 
 if TYPE_CHECKING:
+  from MaxText.tokenizers.chat.formats import ChatFormat
+  from MaxText.tokenizers.chat.options import ChatOptions
   from MaxText.tokenizers.kimi import KimiTokenizer
 
 USAGE = "usage: python -m MaxText.train CONFIG key=value ...   (--help lists the keys)"
@@ -59,19 +61,30 @@ lr_schedule_type, dcn_data_parallelism, profiler, ...)."""
 
 def main(arguments: Sequence[str] | None = None) -> int:
   """Runs the command and returns its exit status."""
-  return command.run(_command, arguments)
+  return command.run(lambda given: train_command(given, USAGE, HELP, TrainOptions), arguments)
 
 
-def _command(arguments: list[str]) -> int:
+def train_command(arguments: list[str], usage: str, help_text: str, schema: type[TrainOptions]) -> int:
+  """Reads the command line of a kind of training and runs it.
+
+  Args:
+    arguments: CONFIG and the keys.
+    usage: one line, for a command without CONFIG.
+    help_text: what stands before the list of keys.
+    schema: keys of this kind of training.
+
+  Raises:
+    UserError: something given cannot be used.
+  """
   if {"-h", "--help", "help"} & set(arguments):
-    print("\n".join(_help()))
+    print("\n".join(_help(help_text, schema)))
     return 0
   if not arguments or "=" in arguments[0]:
-    print(USAGE, file=sys.stderr)
+    print(usage, file=sys.stderr)
     raise InputError(f"CONFIG is missing; it comes first (models: {', '.join(loader.known_models())})")
   config, *overrides = arguments
   ours, others = _split(overrides)
-  cfg, options = loader.load_command(config, ours, TrainOptions)
+  cfg, options = loader.load_command(config, ours, schema)
   from MaxText.training import compat
 
   compat.check_version()
@@ -92,9 +105,20 @@ def _train(config: str, cfg: Config, options: TrainOptions, passed: dict[str, An
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     options = options.model_copy(update={"run_name": f"{cfg.model_name}-{stamp}"})
   tokenizer, companions = _tokenizer(config, cfg, options)
-  directory = run.train(cfg, options, passed, tokenizer, companions)
+  chat = _chat(options, tokenizer) if isinstance(options, SftOptions) else None
+  directory = run.train(cfg, options, passed, tokenizer, companions, chat)
   if options.enable_checkpointing:
     print(f"{directory}: trained; run_name={options.run_name} with more steps goes on", file=sys.stderr)
+
+
+def _chat(options: SftOptions, tokenizer: "KimiTokenizer") -> "tuple[ChatFormat, ChatOptions]":
+  """The model's chat format, which its vocabulary tells, and how conversations are rendered in it."""
+  from MaxText.tokenizers.chat.formats import chat_format
+  from MaxText.tokenizers.chat.options import ChatOptions
+
+  chat = chat_format(tokenizer)
+  thinking = options.thinking and chat.has_thinking
+  return chat, ChatOptions(thinking=thinking, thinking_effort=options.thinking_effort if thinking else None)
 
 
 def _tokenizer(config: str, cfg: Config, options: TrainOptions) -> "tuple[KimiTokenizer | None, Path | None]":
@@ -142,10 +166,10 @@ def _passed(others: Sequence[str]) -> dict[str, Any]:
   return passed
 
 
-def _help() -> Iterator[str]:
+def _help(text: str, schema: type[TrainOptions]) -> Iterator[str]:
   """Yields the lines of --help; keys, defaults and meanings are those of base.yml."""
-  yield HELP.format(models=", ".join(loader.known_models()))
-  known = TrainOptions.model_fields | Config.model_fields
+  yield text.format(models=", ".join(loader.known_models()))
+  known = schema.model_fields | Config.model_fields
   heading = None
   for line in (loader.CONFIGS / "base.yml").read_text(encoding="utf-8").splitlines():
     if section := re.fullmatch(r"# -+ (.+?) -+", line):

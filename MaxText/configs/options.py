@@ -99,4 +99,11 @@ class TrainOptions(Options):
     return self
 
 
-COMMANDS: tuple[type[Options], ...] = (DecodeOptions, ConvertOptions, TrainOptions)
+class SftOptions(TrainOptions):
+  """What `python -m MaxText.sft` does with a model: training, on conversations."""
+
+  thinking: bool
+  thinking_effort: Literal["low", "high", "max"] | None
+
+
+COMMANDS: tuple[type[Options], ...] = (DecodeOptions, ConvertOptions, TrainOptions, SftOptions)

@@ -92,7 +92,12 @@ class Config(BaseModel):
   weight_dtype: DTypeName | None = None  # None: same as dtype
   scan_layers: bool | Literal["auto"] = "auto"
   remat_policy: RematPolicy = "none"
+  lora_rank: int = Field(default=0, ge=0)  # 0: no adapters
+  lora_alpha: float = Field(default=16.0, gt=0)
+  lora_targets: tuple[str, ...] = ("self_attn",)
+  lora_experts: Literal["shared_a", "per_expert"] = "shared_a"
   expert_weights: Literal["packed", "dequantized"] = "packed"
+  mxfp4_qat: bool = False
   kda_impl: Literal["auto", "reference", "chunked", "step"] = "auto"
   mla_impl: Literal["auto", "reference", "direct", "absorbed"] = "auto"
   moe_impl: Literal["auto", "reference", "blocked"] = "auto"
@@ -177,3 +182,5 @@ class Config(BaseModel):
       for key in (latent, "base_moe_mlp_dim"):
         if getattr(self, key) % 32:
           yield key, f"{getattr(self, key)} is no multiple of 32, the group that mxfp4 scales"
+    elif self.mxfp4_qat:
+      yield "mxfp4_qat", f"true needs expert_quantization mxfp4, not {self.expert_quantization}"

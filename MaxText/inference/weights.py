@@ -75,9 +75,10 @@ def _same_architecture(cfg: Config, directory: Path, name: str) -> Path:
 
 def differences(cfg: Config, directory: Path) -> str:
   """Says where `cfg` and a checkpoint's own config.json state another architecture; empty where nowhere."""
-  if not (directory / "config.json").is_file():
+  stored = home(directory) / "config.json"
+  if not stored.is_file():
     return ""
-  own = loader.load(directory / "config.json")
+  own = loader.load(stored)
   named = [f"{key} {theirs} there, {ours} here" for key, theirs, ours in architecture_differences(own, cfg)]
   more = f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
   return "; ".join(named[:MOST_NAMED]) + more
@@ -91,7 +92,7 @@ def read_tokenizer(cfg: Config, source: Source) -> KimiTokenizer | None:
   Raises:
     CheckpointError: the vocabulary is damaged, or of another size than the model's.
   """
-  directory = home(source.directory or ASSETS / cfg.model_name)
+  directory = ASSETS / cfg.model_name if source.directory is None else home(source.directory)
   if not has_tokenizer(directory):
     return None
   if source.directory is None and loader.load(directory).vocab_size != cfg.vocab_size:

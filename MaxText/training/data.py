@@ -105,10 +105,7 @@ class PackedIterator(grain.DatasetIterator):
     Raises:
       CheckpointError: it is a position in other data, or in another order of them.
     """
-    theirs, ours = state["data"], self._dataset.identity
-    both = [(key, theirs.get(key), now) for key, now in ours.items()]
-    if changed := [f"{key} {then} then, {now} now" for key, then, now in both if then != now]:
-      raise CheckpointError(f"the checkpoint was trained on other data: {'; '.join(changed)}")
+    check_identity(state["data"], self._dataset.identity)
     self._ahead.clear()
     self._document, self._offset = state["document"], state["offset"]
 
@@ -151,6 +148,17 @@ class PackedIterator(grain.DatasetIterator):
       if wanted not in self._ahead:
         self._ahead[wanted] = self._pool.submit(documents.__getitem__, wanted)
     return self._ahead[number].result()
+
+
+def check_identity(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+  """Refuses a stored position in other data, or in another order of them.
+
+  Raises:
+    CheckpointError: with what differs.
+  """
+  both = [(key, theirs.get(key), now) for key, now in ours.items()]
+  if changed := [f"{key} {then} then, {now} now" for key, then, now in both if then != now]:
+    raise CheckpointError(f"the checkpoint was trained on other data: {'; '.join(changed)}")
 
 
 def as_batch(ids: np.ndarray, segments: np.ndarray) -> Batch:

@@ -51,6 +51,25 @@ def find_documents(key: str, spec: str | None, column: str) -> Documents:
   """
   if spec is None:
     return StandardLibrary()
+  files = matching_files(key, spec)
+  texts = [path for path in files if _opener(path) is None]
+  parts = [opener(key, path, column) for path in files if (opener := _opener(path))]
+  together = Joined([*([TextFiles(key, texts)] if texts else []), *parts])
+  if not len(together):
+    raise InputError(f"{key}: {spec}: no document in {len(files)} files")
+  return together
+
+
+def matching_files(key: str, spec: str) -> list[Path]:
+  """Returns the files that are not empty of what a configuration key names.
+
+  Args:
+    key: the key, for messages.
+    spec: files, directories and patterns, separated by commas.
+
+  Raises:
+    InputError: nothing there, or an empty file.
+  """
   files, empty = [], []
   for part in filter(None, (text.strip() for text in spec.split(","))):
     for path in _matches(key, part):
@@ -59,12 +78,7 @@ def find_documents(key: str, spec: str | None, column: str) -> Documents:
         raise InputError(f"{key}: {path}: the file is empty")
   if not files:
     raise InputError(f"{key}: {spec}: " + (f"all {len(empty)} files are empty" if empty else "names no file"))
-  texts = [path for path in files if _opener(path) is None]
-  parts = [opener(key, path, column) for path in files if (opener := _opener(path))]
-  together = Joined([*([TextFiles(key, texts)] if texts else []), *parts])
-  if not len(together):
-    raise InputError(f"{key}: {spec}: no document in {len(files)} files")
-  return together
+  return files
 
 
 def _matches(key: str, part: str) -> list[Path]:

@@ -31,8 +31,11 @@ from MaxText.configs.counts import count
 from MaxText.configs.options import TrainOptions
 from MaxText.configs.published import from_published
 from MaxText.configs.schema import Config
+from MaxText.tokenizers.chat.formats import ChatFormat
+from MaxText.tokenizers.chat.options import ChatOptions
 from MaxText.tokenizers.kimi import KimiTokenizer
 from MaxText.training import compat, data
+from MaxText.training.chat_rows import Chats, find_chats, packed_chats
 from MaxText.training.documents import Documents, find_documents
 from MaxText.training.model import TrainedDecoder
 from MaxText.training.optimizer import NOT_DECAYED, muon_dimensions
@@ -62,6 +65,7 @@ def train(
   passed: Mapping[str, Any],
   tokenizer: KimiTokenizer | None,
   companions: Path | None,
+  chat: tuple[ChatFormat, ChatOptions] | None = None,
 ) -> Path:
   """Trains a model and returns the directory of the run.
 
@@ -71,6 +75,7 @@ def train(
     passed: maxtext's own keys, which win over `options`.
     tokenizer: of the texts; None for synthetic data.
     companions: directory that the tokenizer came from, whose files the run keeps.
+    chat: how conversations are rendered, where the data are such; None for texts.
 
   Raises:
     UserError: something given cannot be used, the loss is no number, or a checkpoint cannot be saved.
@@ -78,7 +83,7 @@ def train(
   cfg = trained_config(cfg)
   _check_length(cfg, _row_length(options))
   directory = Path(options.base_output_directory, options.run_name or cfg.model_name).absolute()
-  documents = _documents(options)
+  documents = _documents(options) if chat is None else _chats(options, *chat)
   compat.require()
   keys = maxtext_keys(cfg, options, directory) | dict(passed)
   config = compat.build_config(cfg, keys)
@@ -229,6 +234,13 @@ def _documents(options: TrainOptions) -> dict[str, Documents]:
   return found
 
 
+def _chats(options: TrainOptions, chat: ChatFormat, rendering: ChatOptions) -> dict[str, Chats]:
+  """Training and evaluation chats by key, read and rendered before anything slow."""
+  keys = ["grain_train_files"] + ["grain_eval_files"] * (options.eval_interval is not None)
+  length = _row_length(options)
+  return {key: find_chats(key, getattr(options, key), chat, length, rendering) for key in keys}
+
+
 def packed(
   documents: Documents,
   tokenizer: KimiTokenizer,
@@ -268,17 +280,18 @@ def _parts(cfg, options, config, documents, tokenizer, progress) -> compat.Parts
   for key, found in documents.items():
     training = key == "grain_train_files"
     rows = config.global_batch_size_to_load if training else config.global_batch_size_to_load_eval
-    datasets[key] = packed(
-      found,
-      tokenizer,
-      cfg.eos_token_id,
-      batch=rows // jax.process_count(),
-      length=config.max_target_length,
-      threads=options.grain_worker_count,
-      seed=options.seed if training and options.enable_data_shuffling else None,
-      epochs=options.num_epoch if training else 1,
-      shard=(jax.process_index(), jax.process_count()),
-    )
+    form: dict[str, Any] = {
+      "batch": rows // jax.process_count(),
+      "length": config.max_target_length,
+      "seed": options.seed if training and options.enable_data_shuffling else None,
+      "epochs": options.num_epoch if training else 1,
+      "shard": (jax.process_index(), jax.process_count()),
+    }
+    if isinstance(found, Chats):
+      datasets[key] = packed_chats(found, **form)
+    else:
+      threads = options.grain_worker_count
+      datasets[key] = packed(found, tokenizer, cfg.eos_token_id, threads=threads, **form)
   tokens = config.per_device_batch_size * config.gradient_accumulation_steps * config.max_target_length
   return compat.Parts(
     model=lambda mesh, rngs: TrainedDecoder(cfg, mesh, rngs=rngs),
