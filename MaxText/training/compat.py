@@ -306,6 +306,7 @@ def _step(parts: Parts) -> Callable:
 
   def train_step(model, config, state_shardings, params_shardings, state, data, dropout_rng=None):
     bad: dict[str, jax.Array] = {}
+    before = jax.tree.leaves(state)  # the merged module shares the variables of `state` and changes them
 
     def watched(raw_grads, state, clipping_threshold):
       for path, grad in nnx.to_flat_state(raw_grads):
@@ -324,8 +325,9 @@ def _step(parts: Parts) -> Callable:
     merged = nnx.merge(model, new)
     scalars |= parts.after_step(merged.model)
     new = nnx.state(merged, nnx.Not(nnx.Intermediate))
-    new = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state)
-    return new, metrics | {"finite": finite, "bad_gradients": bad}
+    after, structure = jax.tree.flatten(new)
+    kept = [jnp.where(finite, *pair) for pair in zip(after, before, strict=True)]
+    return jax.tree.unflatten(structure, kept), metrics | {"finite": finite, "bad_gradients": bad}
 
   return train_step
 

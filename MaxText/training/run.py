@@ -18,6 +18,7 @@ from flax import nnx
 from MaxText.checkpoints.adapters import save_adapters
 from MaxText.checkpoints.directory import (
   RUN_FILE,
+  kind,
   read_orbax_file,
   run_checkpoint,
   write_companions,
@@ -216,6 +217,8 @@ def _prepare(directory: Path, cfg: Config, companions: Path | None) -> None:
       if layout[key] != now:
         raise CheckpointError(f"{directory}: {key} is {layout[key]} in this run, {now} now")
     return
+  if kind(directory):
+    raise CheckpointError(f"{directory}: holds a checkpoint and no run; give another run_name")
   try:
     directory.mkdir(parents=True, exist_ok=True)
     write_companions(directory, cfg, companions)

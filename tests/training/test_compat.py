@@ -1,6 +1,8 @@
 """What we rely on in maxtext is there, and another release is refused in one clear line."""
 
 import importlib.metadata
+import re
+import types
 
 import pytest
 
@@ -100,3 +102,33 @@ def test_what_a_run_replaces_comes_back(keys):
       raise ZeroDivisionError
   assert sum(a is not b for a, b in zip(before, changed)) == 7
   assert all(a is getattr(compat._module(m), n) for a, (m, n) in zip(before, places))
+
+
+@pytest.mark.parametrize(
+  "failure, message",
+  [
+    (
+      OSError(28, "No space left on device"),
+      r"RUN: a checkpoint cannot be saved: \[Errno 28\] No space left",
+    ),
+    (
+      RuntimeError("Checkpointing failed. the bucket is gone"),
+      "RUN: a checkpoint cannot be saved: Checkpointing",
+    ),
+    (RuntimeError("Checkpoint does not match the model:\n  - 'a': missing"), "RUN: .* 'a': missing$"),
+    (RuntimeError("Requested training up to step 5, but more"), "^steps: Requested training up to step 5"),
+  ],
+)
+def test_a_failure_that_a_user_can_mend_is_one_line(failure, message):
+  config = types.SimpleNamespace(checkpoint_dir="RUN")
+  wrapped = RuntimeError("Checkpointing failed. wrapped")
+  wrapped.__cause__ = failure
+  for error in (failure, wrapped) if isinstance(failure, OSError) else (failure,):
+    line = str(compat._as_user_error(error, config))
+    assert re.search(message, line) and "\n" not in line
+
+
+def test_a_defect_keeps_its_traceback():
+  config = types.SimpleNamespace(checkpoint_dir="RUN")
+  assert compat._as_user_error(TypeError("unhashable"), config) is None
+  assert compat._as_user_error(FileNotFoundError("no errno"), config) is None
