@@ -114,6 +114,8 @@ def restore_orbax(
     update={key: getattr(stored_cfg, key) for key in LORA_KEYS}
   )  # adapters are part of a run
   tree = ParameterTree(registry.abstract(cfg))
+  if callable(mesh_shardings):
+    mesh_shardings = mesh_shardings(tree.model)
   with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
     archive = _Archive(arrays_at, checkpointer, prefixes)
     archive.check(stored)

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from MaxText.configs.mesh import MESH_AXES, size_key
+
 MaybePath = Annotated[str | None, BeforeValidator(lambda text: text or None)]  # `key=` alone names no path
 
 
@@ -16,7 +18,24 @@ class Options(BaseModel):
   model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class DecodeOptions(Options):
+class MeshOptions(Options):
+  """The devices that a command runs on; without `mesh` it is one."""
+
+  mesh: MaybePath
+  ici_data_parallelism: int | None = Field(gt=0)
+  ici_fsdp_parallelism: int | None = Field(gt=0)
+  ici_expert_parallelism: int | None = Field(gt=0)
+  ici_tensor_parallelism: int | None = Field(gt=0)
+
+  @model_validator(mode="after")
+  def _sizes_of_a_mesh(self) -> "MeshOptions":
+    given = [key for key in map(size_key, MESH_AXES) if getattr(self, key) is not None]
+    if given and self.mesh is None:
+      raise ValueError(f"{given[0]}: needs a mesh to change: give mesh=NAME or mesh=FILE.yml")
+    return self
+
+
+class DecodeOptions(MeshOptions):
   """What `python -m MaxText.decode` does with a model."""
 
   checkpoint: MaybePath
@@ -89,10 +108,10 @@ class TrainOptions(Options):
   eval_steps: int = Field(gt=0)
   enable_tensorboard: bool
   # --- devices
-  ici_data_parallelism: int
-  ici_fsdp_parallelism: int
-  ici_tensor_parallelism: int
-  ici_expert_parallelism: int
+  ici_data_parallelism: int | None
+  ici_fsdp_parallelism: int | None
+  ici_tensor_parallelism: int | None
+  ici_expert_parallelism: int | None
 
   @model_validator(mode="after")
   def _evaluates_something(self) -> "TrainOptions":

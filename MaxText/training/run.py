@@ -142,10 +142,10 @@ def maxtext_keys(cfg: Config, options: TrainOptions, directory: Path) -> dict[st
     "eval_steps": options.eval_steps,
     "enable_tensorboard": options.enable_tensorboard,
     "abort_on_nan_loss": False,  # ours says which parameter, and undoes the step
-    "ici_data_parallelism": options.ici_data_parallelism,
-    "ici_fsdp_parallelism": options.ici_fsdp_parallelism,
-    "ici_tensor_parallelism": options.ici_tensor_parallelism,
-    "ici_expert_parallelism": options.ici_expert_parallelism,
+    "ici_data_parallelism": options.ici_data_parallelism or 1,
+    "ici_fsdp_parallelism": options.ici_fsdp_parallelism or -1,
+    "ici_tensor_parallelism": options.ici_tensor_parallelism or 1,
+    "ici_expert_parallelism": options.ici_expert_parallelism or 1,
     "logical_axis_rules": [
       ["expert", "expert"],
       ["expert_mlp", ["tensor"]],
