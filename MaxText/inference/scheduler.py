@@ -73,6 +73,7 @@ class Scheduler:
 
   Attributes:
     snapshot: where it stood after its last round.
+    is_ready: every program is compiled.
   """
 
   def __init__(self, engine: Engine, *, queue_limit: int = 64, observer: Observer | None = None):
@@ -86,9 +87,10 @@ class Scheduler:
     self._engine = engine
     self._queue_limit = queue_limit
     self._observer = observer or Observer()
-    self._condition = threading.Condition()
+    self._condition = threading.Condition()  # its lock can be taken again by its holder
     self._waiting: list[Ticket] = []  # in order of arrival; guarded by the condition, as are the flags
     self._is_draining = self._is_stopping = False
+    self.is_ready = True
     self._reading: deque[Ticket] = deque()
     self._decoding: list[Ticket] = []
     self._taken = self._rounds = 0
@@ -111,14 +113,7 @@ class Scheduler:
     for job in jobs:
       self._engine.check(len(job.ids), job.settings.stop_ids or ())
     with self._condition:
-      if self._is_draining:
-        self._observer.refused("draining", len(jobs))
-        raise DrainingError("the server is shutting down", _MOST_RETRY_SECONDS)
-      waiting = len(self._waiting)
-      if waiting + len(jobs) > self._queue_limit:
-        self._observer.refused("queue_full", len(jobs))
-        message = f"{waiting} requests wait already, at most {self._queue_limit} may; try again later"
-        raise QueueFullError(message, self._retry_seconds(waiting))
+      self.check_open(len(jobs))
       tickets = [Ticket(job, self._taken + index) for index, job in enumerate(jobs)]
       self._taken += len(jobs)
       self._waiting += tickets
@@ -128,18 +123,45 @@ class Scheduler:
       self._condition.notify()
     return tickets
 
+  def check_open(self, count: int) -> None:
+    """Refuses `count` jobs that cannot be taken now, before anybody prepares them.
+
+    Raises:
+      QueueFullError: they do not fit into the queue.
+      DrainingError: no more jobs are taken, or none yet.
+    """
+    with self._condition:
+      if self._is_draining or not self.is_ready:
+        self._observer.refused("draining" if self._is_draining else "warming_up", count)
+        what = "shutting down" if self._is_draining else "compiling its programs"
+        raise DrainingError(f"the server is {what}; try again later", _MOST_RETRY_SECONDS)
+      waiting = len(self._waiting)
+      if waiting + count > self._queue_limit:
+        self._observer.refused("queue_full", count)
+        message = f"{waiting} requests wait already, at most {self._queue_limit} may; try again later"
+        raise QueueFullError(message, self._retry_seconds(waiting))
+
   def cancel(self, ticket: Ticket) -> None:
     """Ends a job at the beginning of the next round, if it has not ended yet."""
     ticket.is_cancelled = True
 
-  @property
-  def waiting(self) -> int:
-    """Jobs that wait at this moment."""
+  def now(self) -> Snapshot:
+    """Returns where it stands: slots and pages after the last round, the queue at this moment."""
     with self._condition:
-      return len(self._waiting)
+      return dataclasses.replace(self.snapshot, waiting=len(self._waiting), is_draining=self._is_draining)
 
-  def start(self) -> None:
-    """Starts the thread."""
+  @property
+  def is_alive(self) -> bool:
+    """Whether the thread goes round."""
+    return self._thread is not None and self._thread.is_alive()
+
+  def start(self, *, warm_up: bool = False) -> None:
+    """Starts the thread.
+
+    Args:
+      warm_up: first compile every program; until then no job is taken.
+    """
+    self.is_ready = not warm_up
     self._thread = threading.Thread(target=self._serve, name="scheduler", daemon=True)
     self._thread.start()
 
@@ -173,6 +195,9 @@ class Scheduler:
   # --- the thread that owns the engine ----------------------------------------------------------------------
 
   def _serve(self) -> None:
+    if not self.is_ready:
+      self._engine.warm_up()
+      self.is_ready = True
     while True:
       with self._condition:
         while not self._waiting and not self._is_busy and not self._is_stopping:
@@ -213,7 +238,7 @@ class Scheduler:
         self._leave(ticket, "deadline")
 
   def _admit(self) -> None:
-    """Lets jobs in by their arrival; the first that does not fit holds up the others, so that none starves."""
+    """Lets jobs in by their arrival; the first that does not fit holds up the others: none starves."""
     while True:
       with self._condition:
         ticket = self._waiting[0] if self._waiting else None
@@ -241,7 +266,7 @@ class Scheduler:
     return True
 
   def _has_room(self, tokens: int) -> bool:
-    """Whether a job may enter, and leave a page for every other one of its rank: else it is soon out again."""
+    """Whether a job may enter and leave a page for every other one of its rank; else it is soon out again."""
     resources = self._engine.resources
     rank = resources.choice(tokens)
     if rank is None:
@@ -395,7 +420,7 @@ class Scheduler:
   def _snapshot(self) -> Snapshot:
     resources = self._engine.resources
     return Snapshot(
-      waiting=self.waiting,
+      waiting=len(self._waiting),
       reading=len(self._reading),
       decoding=len(self._decoding),
       used_slots=resources.used_slots,
