@@ -29,6 +29,7 @@ HELP = """usage: python -m MaxText.convert SRC DST key=value ...
   SRC                          DST
   published directory          Orbax checkpoint (a new directory)
   Orbax checkpoint             published directory (config.json and safetensors)
+  training run                 the same, of its last checkpoint or of RUN/checkpoints/STEP
   config.json or any SRC       model file, when DST ends in .yml
   model file or any SRC        config.json, when DST ends in .json
 
@@ -39,6 +40,7 @@ published directory that went through Orbax comes back with the bytes that it ha
 examples:
   python -m MaxText.convert ~/Kimi-Linear-48B-A3B-Instruct ~/kimi-linear-orbax scan_layers=true
   python -m MaxText.convert ~/kimi-linear-orbax ~/exported
+  python -m MaxText.convert runs/mine ~/mine
   python -m MaxText.convert ~/Kimi-K3/config.json my-k3.yml
 
 Byte totals go to stderr. Exit status: 0, or 2 for a mistake in what was given; nothing half-written remains.
@@ -103,7 +105,7 @@ def _in_stored_dtype(cfg: Config, source: str) -> Config:
 
 def _write_checkpoint(source: str, cfg: Config, target: Path, options: ConvertOptions, casts: bool) -> None:
   """Reads `source` and writes the other form; `casts` writes matrices in cfg's type, not the stored one."""
-  from MaxText.checkpoints.directory import kind
+  from MaxText.checkpoints.directory import home, kind
   from MaxText.checkpoints.load import load
   from MaxText.checkpoints.orbax_io import save_orbax
   from MaxText.checkpoints.staging import check_writable
@@ -126,7 +128,7 @@ def _write_checkpoint(source: str, cfg: Config, target: Path, options: ConvertOp
       loaded.model.cfg,
       target,
       manifest=loaded.manifest,
-      companions=source,
+      companions=home(source),
       weight_dtype=cfg.parameter_dtype if casts else None,
       overwrite=options.overwrite,
       max_shard_bytes=options.max_shard_bytes,

@@ -13,6 +13,9 @@ from MaxText.configs.schema import Config
 ORBAX_FILE = "orbax_checkpoint.json"  # written last, so its presence says that the checkpoint is whole
 ORBAX_FORMAT = 1
 _ORBAX_LAYOUT = {"scan_layers", "expert_weights", "dtype", "weight_dtype"}
+RUN_FILE = "run.json"  # beside config.json in the directory of a training run
+RUN_STEPS = "checkpoints"  # one folder a step below it
+RUN_PREFIXES = ("params.params.decoder.", "nnx_aux.model.decoder.")  # weights in a checkpoint of maxtext
 COMPANIONS = (
   "tiktoken.model",
   "tokenizer_config.json",
@@ -26,9 +29,44 @@ COMPANIONS = (
 
 def kind(directory: str | Path) -> Literal["published", "orbax"] | None:
   """Says which sort of checkpoint `directory` is, or None when it is no whole checkpoint."""
-  if (Path(directory) / ORBAX_FILE).is_file():
+  if (Path(directory) / ORBAX_FILE).is_file() or run_checkpoint(Path(directory)):
     return "orbax"
   return "published" if is_published(Path(directory)) else None
+
+
+def run_checkpoint(directory: Path) -> tuple[Path, Path] | None:
+  """Returns the directory of a training run and the arrays of one of its checkpoints.
+
+  Args:
+    directory: the run, whose last whole checkpoint is taken, or one checkpoint, RUN/checkpoints/STEP.
+
+  Returns:
+    None where neither is meant, or the run has no whole checkpoint.
+  """
+  home, step = directory, None
+  if directory.parent.name == RUN_STEPS:
+    home, step = directory.parent.parent, directory
+  if not (home / RUN_FILE).is_file():
+    return None
+  # Orbax writes into a folder of another name and renames it when the checkpoint is whole
+  steps = [folder for folder in (home / RUN_STEPS).glob("*") if folder.name.isdigit()]
+  if step is None and steps:
+    step = max(steps, key=lambda folder: int(folder.name))
+  return (home, step / "items") if step in steps else None
+
+
+def home(directory: str | Path) -> Path:
+  """Returns where configuration and tokenizer of a checkpoint lie: in it, or in the run that it is of."""
+  run = run_checkpoint(Path(directory))
+  return run[0] if run else Path(directory)
+
+
+def write_orbax_file(directory: Path, name: str, cfg: Config, manifest: dict[str, Any] | None = None) -> None:
+  """Writes how the tree of `cfg` is laid out: scanned or not, experts packed or not, and the dtypes."""
+  layout = {"scan_layers": cfg.scan_layers, "expert_weights": cfg.expert_weights}
+  layout |= {"dtype": cfg.dtype, "weight_dtype": cfg.parameter_dtype}
+  about = {"format": ORBAX_FORMAT, "layout": layout, "manifest": manifest}
+  (directory / name).write_text(json.dumps(about) + "\n", encoding="utf-8")
 
 
 def stored_dtype(directory: str | Path) -> Literal["float32", "bfloat16"]:
@@ -38,20 +76,22 @@ def stored_dtype(directory: str | Path) -> Literal["float32", "bfloat16"]:
     CheckpointError: no checkpoint there, or an unreadable one.
   """
   if kind(directory) == "orbax":
-    return read_orbax_file(Path(directory))["layout"]["weight_dtype"]
+    run = run_checkpoint(Path(directory))
+    about = read_orbax_file(run[0], RUN_FILE) if run else read_orbax_file(Path(directory))
+    return about["layout"]["weight_dtype"]
   wide = ("A_log", "dt_bias", "conv1d.weight", "o_norm.weight", "e_score_correction_bias")
   entries = open_published(directory).entries.values()
   matrices = {entry.dtype for entry in entries if not entry.name.endswith(wide)} - {"U8"}
   return "bfloat16" if matrices == {"BF16"} else "float32"
 
 
-def read_orbax_file(directory: Path) -> dict[str, Any]:
-  """Returns what the closing file of an Orbax checkpoint says: `layout`, and `manifest` or None.
+def read_orbax_file(directory: Path, name: str = ORBAX_FILE) -> dict[str, Any]:
+  """Returns what the file beside a checkpoint's arrays says: `layout`, and `manifest` or None.
 
   Raises:
     CheckpointError: unreadable, of another format, or incomplete.
   """
-  path = directory / ORBAX_FILE
+  path = directory / name
   about = read_json(path)
   written = about.get("format") if isinstance(about, dict) else None
   if written != ORBAX_FORMAT:

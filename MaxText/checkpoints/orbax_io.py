@@ -6,9 +6,12 @@ the tree is laid out and how a published source stored its tensors.
 """
 
 import json
+import logging
 import math
 import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +20,15 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from MaxText.checkpoints.directory import ORBAX_FILE, ORBAX_FORMAT, read_orbax_file, write_companions
+from MaxText.checkpoints.directory import (
+  ORBAX_FILE,
+  RUN_FILE,
+  RUN_PREFIXES,
+  read_orbax_file,
+  run_checkpoint,
+  write_companions,
+  write_orbax_file,
+)
 from MaxText.checkpoints.layout import ParameterTree
 from MaxText.checkpoints.manifest import Manifest
 from MaxText.checkpoints.placement import Fill, Region, host_buffer, place_all, sharding_by_path
@@ -66,15 +77,14 @@ def save_orbax(
     CheckpointError: `directory` holds something, or cannot be written.
   """
   tree, cfg = ParameterTree(model), model.cfg
-  layout = {"scan_layers": bool(model.plan.repeats), "expert_weights": cfg.expert_weights}
-  layout |= {"dtype": cfg.dtype, "weight_dtype": cfg.parameter_dtype}
   with staged(directory, overwrite, sum(array.nbytes for array in tree.values.values())) as folder:
     with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
       checkpointer.save(folder / _ARRAYS, args=ocp.args.StandardSave(_nested(tree.values)))
     write_companions(folder, cfg, companions)
     source = manifest and json.loads(manifest.to_json())
-    about = {"format": ORBAX_FORMAT, "layout": layout, "manifest": source}
-    (folder / ORBAX_FILE).write_text(json.dumps(about) + "\n", encoding="utf-8")
+    write_orbax_file(
+      folder, ORBAX_FILE, cfg.model_copy(update={"scan_layers": bool(model.plan.repeats)}), source
+    )
 
 
 def restore_orbax(
@@ -82,17 +92,25 @@ def restore_orbax(
 ) -> Loaded:
   """Restores a decoder of `cfg`, whatever layout the checkpoint was saved in; arguments as in `load.load`.
 
+  Args:
+    directory: from `save_orbax`; or a training run, for its last checkpoint, or one of its checkpoints.
+    cfg: the architecture and the dtypes to hold.
+    mesh_shardings: as in `load.load`.
+    progress: as in `load.load`.
+
   Raises:
     CheckpointError: not a whole checkpoint of this package, or of another architecture.
   """
   started = time.monotonic()
   directory = Path(directory).resolve()
-  stored_cfg, manifest = _read_about(directory, cfg)
+  run = run_checkpoint(directory)
+  home, arrays_at, prefixes = (*run, RUN_PREFIXES) if run else (directory, directory / _ARRAYS, ("",))
+  stored_cfg, manifest = _read_about(home, cfg, RUN_FILE if run else ORBAX_FILE)
   stored = ParameterTree(registry.abstract(stored_cfg))
   cfg = stored_experts(cfg, stored_cfg.packs_experts)
   tree = ParameterTree(registry.abstract(cfg))
   with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-    archive = _Archive(directory / _ARRAYS, checkpointer)
+    archive = _Archive(arrays_at, checkpointer, prefixes)
     archive.check(stored)
     if archive.same_shapes(tree):
       arrays = archive.restore(tree, mesh_shardings)
@@ -108,17 +126,23 @@ class _Archive:
   """The stored arrays by dotted path.
 
   Attributes:
-    shapes: path -> shape and dtype of every stored array.
+    shapes: path -> shape and dtype of every stored array of the model.
   """
 
-  def __init__(self, directory: Path, checkpointer: ocp.Checkpointer):
+  def __init__(self, directory: Path, checkpointer: ocp.Checkpointer, prefixes: Sequence[str] = ("",)):
+    """Reads what is stored below `prefixes`; beside them a training run stores its optimizer's state."""
     self._directory, self._checkpointer = directory, checkpointer
     try:
-      metadata = checkpointer.metadata(directory).item_metadata.tree
+      with _quiet():
+        metadata = checkpointer.metadata(directory).item_metadata.tree
     except (OSError, ValueError, AttributeError) as error:
       raise _unreadable(directory, error) from error
-    found = _flat(metadata).items()
-    self.shapes = {path: jax.ShapeDtypeStruct(array.shape, array.dtype) for path, array in found}
+    self.shapes, self._stored = {}, {}
+    for stored, array in _flat(metadata).items():
+      for prefix in filter(stored.startswith, prefixes):
+        path = stored.removeprefix(prefix)
+        self.shapes[path] = jax.ShapeDtypeStruct(array.shape, array.dtype)
+        self._stored[path] = stored
 
   def check(self, expected: ParameterTree) -> None:
     """Compares with the tree that the configuration promises.
@@ -145,22 +169,21 @@ class _Archive:
       path: ocp.ArrayRestoreArgs(dtype=value.dtype, sharding=shardings.get(path, whole))
       for path, value in tree.values.items()
     }
-    item = _nested(dict.fromkeys(tree.values, 0))
-    restore = ocp.args.PyTreeRestore(item=item, restore_args=_nested(args))
-    return self._restore(restore)
+    return self._restore(args)
 
   def read(self, paths: list[str]) -> dict[str, np.ndarray]:
     """Returns some of the arrays on the host."""
-    args = _nested(dict.fromkeys(paths, ocp.RestoreArgs(restore_type=np.ndarray)))
-    item = _nested(dict.fromkeys(paths, 0))
-    restore = ocp.args.PyTreeRestore(item=item, restore_args=args, partial_restore=True)
-    return self._restore(restore)
+    return self._restore(dict.fromkeys(paths, ocp.RestoreArgs(restore_type=np.ndarray)))
 
-  def _restore(self, args: ocp.args.PyTreeRestore) -> dict[str, Any]:
+  def _restore(self, args: dict[str, ocp.RestoreArgs]) -> dict[str, Any]:
+    stored = {self._stored[path]: value for path, value in args.items()}
+    item = _nested(dict.fromkeys(stored, 0))
+    restore = ocp.args.PyTreeRestore(item=item, restore_args=_nested(stored), partial_restore=True)
     try:
-      return _flat(self._checkpointer.restore(self._directory, args=args))
+      arrays = _flat(self._checkpointer.restore(self._directory, args=restore))
     except (OSError, ValueError) as error:
       raise _unreadable(self._directory, error) from error
+    return {path: arrays[self._stored[path]] for path in args}
 
   def bytes_by_dtype(self) -> dict[str, int]:
     """Sums the stored bytes by dtype."""
@@ -170,14 +193,26 @@ class _Archive:
     return dict(totals)
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+  """Keeps Orbax from warning that a part of a training run's checkpoint has no metadata of its own."""
+  logger = logging.getLogger("absl")
+  level = logger.level
+  logger.setLevel(logging.ERROR)
+  try:
+    yield
+  finally:
+    logger.setLevel(level)
+
+
 def _unreadable(directory: Path, error: Exception) -> CheckpointError:
   first_line = str(error).partition("\n")[0]
   return CheckpointError(f"{directory}: unreadable as an Orbax checkpoint: {first_line[:300]}")
 
 
-def _read_about(directory: Path, cfg: Config) -> tuple[Config, Manifest | None]:
+def _read_about(directory: Path, cfg: Config, name: str) -> tuple[Config, Manifest | None]:
   """Returns the configuration that the tree was saved under, and the manifest of its published source."""
-  about = read_orbax_file(directory)
+  about = read_orbax_file(directory, name)
   stored = from_published(read_json(directory / "config.json"), str(directory / "config.json"))
   differing = [
     f"{key} {theirs} in the checkpoint, {ours} in {cfg.model_name}"

@@ -28,6 +28,10 @@ class UnsupportedError(UserError, NotImplementedError):
   """An implementation, asked for by name, that cannot serve this call; `auto` would choose another."""
 
 
+class TrainingError(UserError):
+  """A training run that cannot go on: its loss or gradients are no numbers."""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
   """Returns `", did you mean 'x'?"` for the closest known name, or an empty string."""
   close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)

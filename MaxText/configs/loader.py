@@ -95,8 +95,9 @@ def find(config: str | Path) -> Path:
   for path in (Path(text), CONFIGS.parent / inside, CONFIGS / inside, MODELS / text, MODELS / f"{text}.yml"):
     if path.is_file():
       return path
-    if (path / "config.json").is_file():
-      return path / "config.json"
+    for home in (path, path.parent.parent) if path.parent.name == "checkpoints" else (path,):
+      if (home / "config.json").is_file():  # a checkpoint of a training run lies in RUN/checkpoints/STEP
+        return home / "config.json"
   if Path(text).is_dir():
     raise ConfigError(f"{text}: this directory holds no config.json")
   models = known_models()
@@ -192,6 +193,15 @@ def _value(key: str, text: str, annotation: Any) -> Any:
   bare_list = is_list and not text.startswith("[")
   value = yaml_text.parse(f"[{text}]" if bare_list else text, f"{_COMMAND_LINE}: {key}")
   return None if is_list and value == [None] and type(None) in kinds else value
+
+
+def foreign_value(key: str, text: str) -> Any:
+  """Reads `text` as YAML: the value of a command line's key that another package's schema will check.
+
+  Raises:
+    ConfigError: it is no YAML.
+  """
+  return yaml_text.parse(text, f"{_COMMAND_LINE}: {key}")
 
 
 def _check_known(key: str, source: str) -> None:

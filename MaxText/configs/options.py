@@ -77,4 +77,67 @@ class ServeOptions(Options):
     return self
 
 
-COMMANDS: tuple[type[Options], ...] = (DecodeOptions, ConvertOptions, ServeOptions)
+class TrainOptions(Options):
+  """What `python -m MaxText.train` does with a model; `training/run.py` hands most of it on to maxtext."""
+
+  checkpoint: str | None
+  seed: int = Field(ge=0)
+  # --- run
+  run_name: str | None
+  base_output_directory: str
+  steps: int = Field(gt=0)
+  # --- data
+  dataset_type: Literal["grain", "synthetic"]
+  grain_train_files: str | None
+  grain_eval_files: str | None
+  train_data_columns: str
+  tokenizer_path: str | None
+  enable_data_shuffling: bool
+  num_epoch: int | None = Field(gt=0)
+  grain_worker_count: int = Field(ge=0)
+  per_device_batch_size: int = Field(gt=0)
+  max_target_length: int | None = Field(gt=0)
+  # --- optimizer
+  opt_type: Literal["adamw", "muon", "adam_pax", "sgd"]
+  learning_rate: float = Field(ge=0)
+  learning_rate_schedule_steps: int | None = Field(gt=0)
+  warmup_steps_fraction: float = Field(ge=0, le=1)
+  gradient_accumulation_steps: int = Field(gt=0)
+  gradient_clipping_threshold: float = Field(ge=0)
+  adam_weight_decay: float = Field(ge=0)
+  muon_weight_decay: float = Field(ge=0)
+  routed_bias_update_rate: float = Field(ge=0)
+  # --- checkpoints and measurements
+  enable_checkpointing: bool
+  checkpoint_period: int = Field(gt=0)
+  max_num_checkpoints_to_keep: int | None = Field(gt=0)
+  eval_interval: int | None = Field(gt=0)
+  eval_steps: int = Field(gt=0)
+  enable_tensorboard: bool
+  # --- devices
+  ici_data_parallelism: int
+  ici_fsdp_parallelism: int
+  ici_tensor_parallelism: int
+  ici_expert_parallelism: int
+
+  @model_validator(mode="after")
+  def _evaluates_something(self) -> "TrainOptions":
+    if self.eval_interval is not None and self.grain_eval_files is None and self.dataset_type == "grain":
+      raise ValueError("eval_interval: needs grain_eval_files, what to measure on")
+    return self
+
+
+class SftOptions(TrainOptions):
+  """What `python -m MaxText.sft` does with a model: training, on conversations."""
+
+  thinking: bool
+  thinking_effort: Literal["low", "high", "max"] | None
+
+
+COMMANDS: tuple[type[Options], ...] = (
+  DecodeOptions,
+  ConvertOptions,
+  TrainOptions,
+  SftOptions,
+  ServeOptions,
+)

@@ -18,6 +18,7 @@ Positive = Field(gt=0)
 DTypeName = Literal["float32", "bfloat16"]
 LayerKind = Literal["kda", "mla"]
 MlpKind = Literal["dense", "moe"]
+RematPolicy = Literal["none", "minimal", "full"]
 
 
 class Config(BaseModel):
@@ -90,7 +91,9 @@ class Config(BaseModel):
   dtype: DTypeName = "float32"
   weight_dtype: DTypeName | None = None  # None: same as dtype
   scan_layers: bool | Literal["auto"] = "auto"
+  remat_policy: RematPolicy = "none"
   expert_weights: Literal["packed", "dequantized"] = "packed"
+  mxfp4_qat: bool = False
   kda_impl: Literal["auto", "reference", "chunked", "step"] = "auto"
   mla_impl: Literal["auto", "reference", "direct", "absorbed"] = "auto"
   moe_impl: Literal["auto", "reference", "blocked"] = "auto"
@@ -175,3 +178,5 @@ class Config(BaseModel):
       for key in (latent, "base_moe_mlp_dim"):
         if getattr(self, key) % 32:
           yield key, f"{getattr(self, key)} is no multiple of 32, the group that mxfp4 scales"
+    elif self.mxfp4_qat:
+      yield "mxfp4_qat", f"true needs expert_quantization mxfp4, not {self.expert_quantization}"

@@ -188,7 +188,7 @@ def _chat_options(model: ServedModel, body: ChatBody) -> ChatOptions:
 
 
 def _thinking(model: ServedModel, effort: str | None, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-  """Options of thinking: `reasoning_effort`, of which "none" means not at all, or the template's `thinking`."""
+  """Options of thinking: `reasoning_effort`, of which "none" means none, or the template's `thinking`."""
   unknown = set(kwargs or ()) - {"thinking"}
   if unknown:
     raise RequestError(

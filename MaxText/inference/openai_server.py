@@ -1,7 +1,7 @@
 """The HTTP front in OpenAI's interface; needs the extra [serve].
 
 Requests are checked here, answered by the scheduler, and told as JSON or as server-sent events. Who closes
-the connection cancels the request. Errors have OpenAI's form, `{"error": {"message", "type", "param", "code"}}`.
+the connection cancels the request. Errors have OpenAI's form: an `error` with message, type, param, code.
 """
 
 import asyncio

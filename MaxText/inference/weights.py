@@ -3,11 +3,10 @@
 from pathlib import Path
 from typing import NamedTuple
 
-import jax
 from flax import nnx
 
 from MaxText.checkpoints import load
-from MaxText.checkpoints.directory import kind
+from MaxText.checkpoints.directory import home, kind
 from MaxText.common.errors import CheckpointError
 from MaxText.configs import loader
 from MaxText.configs.comparison import architecture_differences
@@ -55,8 +54,10 @@ def find(cfg: Config, checkpoint: str | None, config: str | None = None) -> Sour
     if kind(directory) is None:
       raise CheckpointError(f"checkpoint: {checkpoint}: holds no whole checkpoint, published or Orbax")
     return Source(_same_architecture(cfg, directory, f"checkpoint: {checkpoint}"))
-  if config is not None and (file := loader.find(config)).name == "config.json" and kind(file.parent):
-    return Source(_same_architecture(cfg, file.parent, config))
+  if config is not None and (file := loader.find(config)).name == "config.json":
+    directory = Path(config) if Path(config).is_dir() else file.parent  # of a training run, one checkpoint
+    if kind(directory):
+      return Source(_same_architecture(cfg, directory, config))
   bundled = ASSETS / cfg.model_name
   if kind(bundled) is None:
     return Source(None, "no checkpoint= was given")
@@ -74,9 +75,10 @@ def _same_architecture(cfg: Config, directory: Path, name: str) -> Path:
 
 def differences(cfg: Config, directory: Path) -> str:
   """Says where `cfg` and a checkpoint's own config.json state another architecture; empty where nowhere."""
-  if not (directory / "config.json").is_file():
+  stored = home(directory) / "config.json"
+  if not stored.is_file():
     return ""
-  own = loader.load(directory / "config.json")
+  own = loader.load(stored)
   named = [f"{key} {theirs} there, {ours} here" for key, theirs, ours in architecture_differences(own, cfg)]
   more = f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
   return "; ".join(named[:MOST_NAMED]) + more
@@ -90,7 +92,7 @@ def read_tokenizer(cfg: Config, source: Source) -> KimiTokenizer | None:
   Raises:
     CheckpointError: the vocabulary is damaged, or of another size than the model's.
   """
-  directory = source.directory or ASSETS / cfg.model_name
+  directory = ASSETS / cfg.model_name if source.directory is None else home(source.directory)
   if not has_tokenizer(directory):
     return None
   if source.directory is None and loader.load(directory).vocab_size != cfg.vocab_size:
@@ -110,8 +112,6 @@ def read_decoder(cfg: Config, source: Source, seed: int = 0) -> tuple[nnx.Module
     CheckpointError: the checkpoint is damaged or does not fit.
   """
   if source.directory is None:
-    # any random bits will do, and those of this generator compile in a third of the default's time
-    rngs = nnx.Rngs(jax.random.key(seed, impl="unsafe_rbg"))
-    return registry.build(cfg, rngs), f"{RANDOM}, seed {seed} ({source.note})"
+    return registry.build(cfg, nnx.Rngs(seed)), f"{RANDOM}, seed {seed} ({source.note})"
   loaded = load.load(source.directory, cfg)
   return loaded.model, str(source.directory)

@@ -98,7 +98,8 @@ class ShortConvolution(nnx.Module):
 
   def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
     shape = (3, cfg.kda_num_heads * cfg.kda_head_dim, cfg.short_conv_kernel_size)
-    init = params.normal(cfg.short_conv_kernel_size**-0.5)
+    # the published code leaves its convolutions at the framework's own rule, fan-in W
+    init = params.kaiming_uniform(cfg.short_conv_kernel_size)
     self.weight = params.param(rngs, shape, (None, "heads", None), "float32", init)
 
 
@@ -118,7 +119,11 @@ def _decay_rate_init(cfg: Config) -> params.Initializer:
   """A_log: 0 with the bounded gate, log U(1, 16) with the softplus gate (spec 2.10)."""
   if cfg.gate_lower_bound is not None:
     return params.zeros
-  return lambda key, shape, dtype: jnp.log(jax.random.uniform(key, shape, dtype, 1.0, 16.0))
+  return _log_of_uniform
+
+
+def _log_of_uniform(key, shape, dtype):
+  return jnp.log(jax.random.uniform(key, shape, dtype, 1.0, 16.0))
 
 
 def _time_step_init(key, shape, dtype):

@@ -6,6 +6,7 @@ residual of Kimi-Linear.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,10 +41,13 @@ class AttnRes(nnx.Module):
     return (mixed + share[-1] * stream.prefix.astype(jnp.float32)).astype(stream.prefix.dtype)
 
 
-@jax.tree_util.register_dataclass
+@jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class ResidualStream:
   """What flows through the depth of one forward pass.
+
+  As a pytree a Python count of closed blocks is structure and no leaf, so that it stays a number inside
+  `jax.checkpoint`.
 
   Attributes:
     prefix: [B, T, D] running sum since the last block was closed.
@@ -62,6 +66,21 @@ class ResidualStream:
       return cls(embedded, None, 0)
     N = -(-cfg.base_num_decoder_layers // cfg.attn_res_block_size)
     return cls(embedded, jnp.zeros((N, *embedded.shape), embedded.dtype), 0)
+
+  def tree_flatten(self) -> tuple[tuple[Any, ...], int | None]:
+    """Splits the stream into leaves and structure."""
+    static = isinstance(self.closed, int)
+    return (self.prefix, self.blocks, None if static else self.closed), self.closed if static else None
+
+  @classmethod
+  def tree_unflatten(cls, static: int | None, leaves: tuple[Any, ...]) -> "ResidualStream":
+    """Puts a stream together again, from anything that stands in place of its arrays."""
+    stream = object.__new__(cls)
+    for name, value in zip(
+      ("prefix", "blocks", "closed"), (*leaves[:2], leaves[2] if static is None else static)
+    ):
+      object.__setattr__(stream, name, value)
+    return stream
 
   def sources(self) -> tuple[Float[Array, "N B T D"], Bool[Array, "N"] | None]:
     """Returns the blocks and which of them are still open (None when only closed ones are returned)."""

@@ -18,7 +18,7 @@ class Embedding(nnx.Module):
       (cfg.vocab_size, cfg.base_emb_dim),
       ("vocab", "embed"),
       cfg.parameter_dtype,
-      params.normal(cfg.initializer_range),
+      params.normal(cfg.initializer_range, zero_row=cfg.pad_token_id),
     )
 
   def __call__(self, ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:

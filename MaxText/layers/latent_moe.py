@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from MaxText.common import params
 from MaxText.configs.schema import Config
 from MaxText.kernels.grouped_matmul import grouped_mlp
-from MaxText.kernels.mxfp4 import MxFp4
+from MaxText.kernels.mxfp4 import BLOCK, MxFp4
 from MaxText.layers.cache import Row
 from MaxText.layers.mlp import Mlp
 from MaxText.layers.normalization import RMSNorm
@@ -42,7 +42,7 @@ class LatentMoe(nnx.Module):
 
   def __call__(
     self, x: Float[Array, "B T D"], segment_ids: Int[Array, "B T"] | None = None, *, row: Row = None
-  ) -> Float[Array, "B T D"]:
+  ) -> tuple[Float[Array, "B T D"], Int[Array, "E"]]:
     """Runs the block on x [B, T, D]; padding (segment 0) is sent to no expert and counted by none.
 
     Args:
@@ -51,21 +51,22 @@ class LatentMoe(nnx.Module):
       row: which layer of stacked expert weights.
 
     Returns:
-      [B, T, D] in x.dtype.
+      [B, T, D] in x.dtype, and how many tokens each expert got, [E] int32.
     """
     tokens = x.reshape(-1, x.shape[-1])
     ids, weights = self.gate(tokens)
     latent = self.cfg.routed_expert_hidden_size is not None
     z = self.routed_expert_down_proj(tokens) if latent else tokens
     valid = None if segment_ids is None else (segment_ids != 0).reshape(-1)
-    y = self.experts(z, ids, weights, valid, row=row).astype(x.dtype)
+    y, counts = self.experts(z, ids, weights, valid, row=row)
+    y = y.astype(x.dtype)
     if self.cfg.latent_moe_use_norm:
       # after the whole sum over experts: under expert parallelism the partial sums are reduced first
       y = self.routed_expert_norm(y)
     if latent:
       y = self.routed_expert_up_proj(y)
     y = y.reshape(x.shape)
-    return y + self.shared_experts(x) if self.cfg.shared_experts else y
+    return (y + self.shared_experts(x) if self.cfg.shared_experts else y), counts
 
 
 class Experts(nnx.Module):
@@ -78,10 +79,13 @@ class Experts(nnx.Module):
     wide = (E, L, F), ("expert", "latent", "expert_mlp")
     for name, (shape, axes) in {"w1": narrow, "w3": narrow, "w2": wide}.items():
       if cfg.packs_experts:
-        codes = jax.random.bits(rngs.params(), (*shape[:-1], shape[-1] // 2), jnp.uint8)
-        scale = jnp.full((*shape[:-1], shape[-1] // 32), _scale_byte(cfg.initializer_range), jnp.uint8)
-        setattr(self, f"{name}_packed", params.Frozen(codes, axes=axes))
-        setattr(self, f"{name}_scale", params.Frozen(scale, axes=axes))
+        scale = params.Constant(_scale_byte(cfg.initializer_range))
+        for part, inputs, init in (
+          ("packed", shape[-1] // 2, jax.random.bits),
+          ("scale", shape[-1] // BLOCK, scale),
+        ):
+          bytes_ = params.param(rngs, (*shape[:-1], inputs), axes, "uint8", init, params.Frozen)
+          setattr(self, f"{name}_{part}", bytes_)
       else:
         draw = params.normal(cfg.initializer_range)
         setattr(self, name, params.param(rngs, shape, axes, cfg.parameter_dtype, draw))
@@ -94,7 +98,7 @@ class Experts(nnx.Module):
     valid: Bool[Array, "M"] | None,
     *,
     row: Row = None,
-  ) -> Float[Array, "M L"]:
+  ) -> tuple[Float[Array, "M L"], Int[Array, "E"]]:
     """Sums the chosen experts' outputs, products and sum in float32.
 
     Args:
@@ -105,25 +109,25 @@ class Experts(nnx.Module):
       row: which layer of a stack.
 
     Returns:
-      [M, L] float32.
+      [M, L] float32, and how many rows each expert got, [E] int32.
     """
     M, A = ids.shape
     E = self.cfg.num_experts
     picks = ids.reshape(-1) if valid is None else jnp.where(valid[:, None], ids, E).reshape(-1)
     order = jnp.argsort(picks, stable=True)
     group_sizes = jnp.sum(picks[:, None] == jnp.arange(E), axis=0, dtype=jnp.int32)
-    sorted_out = grouped_mlp(
-      z[order // A],
-      self.weight("w1"),
-      self.weight("w3"),
-      self.weight("w2"),
-      group_sizes,
-      gated_activation(self.cfg),
-      layer=row,
-      impl=self.cfg.moe_impl,
-    )
+    sorted_out = self._rows(z[order // A], group_sizes, row)
     out = sorted_out[jnp.argsort(order)].reshape(M, A, -1).astype(jnp.float32)
-    return jnp.sum(weights[..., None] * out, axis=1)
+    return jnp.sum(weights[..., None] * out, axis=1), group_sizes
+
+  def _rows(self, rows, group_sizes, row):
+    """Outputs [M*A, L] of rows that are sorted by expert."""
+    weights = [self.weight(name) for name in ("w1", "w3", "w2")]
+    on_grid = self.cfg.mxfp4_qat and not self.cfg.packs_experts
+    if on_grid and row is not None:  # a stack in which one layer is rounded, not all of them each time
+      weights, row = [w[row] for w in weights], None
+    activation, impl = gated_activation(self.cfg), self.cfg.moe_impl
+    return grouped_mlp(rows, *weights, group_sizes, activation, layer=row, on_grid=on_grid, impl=impl)
 
   def weight(self, name: str) -> Float[Array, "*C E N K"] | MxFp4:
     """One of the three stacks of expert matrices, in the published orientation [.., E, out, in]."""

@@ -3,10 +3,13 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from MaxText.common import params
 from MaxText.configs.schema import Config
+
+PROJECTED = "projected"
 
 
 class Projection(nnx.Module):
@@ -28,4 +31,5 @@ class Projection(nnx.Module):
 def project(x: Float[Array, "*B D"], weight: Float[Array, "O D"]) -> Float[Array, "*B O"]:
   """Contracts x [..., D] with weight [O, D]; float32 operands keep full precision on every platform."""
   precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-  return jnp.einsum("...d,od->...o", x, weight.astype(x.dtype), precision=precision)
+  y = jnp.einsum("...d,od->...o", x, weight.astype(x.dtype), precision=precision)
+  return checkpoint_name(y, PROJECTED)  # what the rematerialisation policy "minimal" keeps

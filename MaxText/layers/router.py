@@ -15,7 +15,7 @@ class Router(nnx.Module):
   def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
     self.cfg = cfg
     E, D = cfg.num_experts, cfg.base_emb_dim
-    draw = params.normal(cfg.initializer_range)
+    draw = params.kaiming_uniform(D)
     self.weight = params.param(rngs, (E, D), ("expert", "embed"), cfg.parameter_dtype, draw)
     self.e_score_correction_bias = params.param(rngs, (E,), ("expert",), "float32", params.zeros)
 
@@ -50,13 +50,34 @@ def choose_experts(
     ids [M, A] int32, lowest id first among ties, and weights [M, A] float32.
   """
   biased = _keep_best_groups(
-    jax.lax.stop_gradient(scores) + bias, cfg.n_routing_groups, cfg.topk_routing_group
+    jax.lax.stop_gradient(scores + bias), cfg.n_routing_groups, cfg.topk_routing_group
   )
   _, ids = jax.lax.top_k(biased, cfg.num_experts_per_tok)
   weights = jnp.take_along_axis(scores, ids, axis=-1)
   if cfg.norm_topk_prob:
     weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
   return ids, weights * cfg.routed_scaling_factor
+
+
+def update_router_bias(
+  bias: Float[Array, "*C E"], counts: Int[Array, "*C E"], rate: float
+) -> Float[Array, "*C E"]:
+  """Moves the selection bias one step towards equal loads, without a loss: DeepSeek-V3's sign rule.
+
+  An expert with fewer tokens than the mean gains `rate`, one with more loses it. The step's own mean is taken
+  off: what all experts have in common selects nothing, and would drift.
+
+  Args:
+    bias: [..., E] float32 correction of each expert, of one router or of a stack.
+    counts: [..., E] tokens that each expert got since the last update, over all devices.
+    rate: size of the step, > 0.
+
+  Returns:
+    [..., E] the new bias; the old one where no token came.
+  """
+  load = counts.astype(jnp.float32)
+  step = jnp.sign(jnp.mean(load, axis=-1, keepdims=True) - load)
+  return bias + rate * (step - jnp.mean(step, axis=-1, keepdims=True))
 
 
 def _keep_best_groups(biased: Float[Array, "M E"], groups: int, kept: int) -> Float[Array, "M E"]:

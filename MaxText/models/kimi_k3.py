@@ -4,6 +4,9 @@ Source: spec 2.3 (layer order and residuals), 2.8 (head). What separates the two
 """
 
 import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +24,26 @@ from MaxText.layers.latent_moe import LatentMoe
 from MaxText.layers.mlp import Mlp
 from MaxText.layers.normalization import RMSNorm
 from MaxText.layers.projection import Projection, project
+from MaxText.layers.router import Router, update_router_bias
 from MaxText.models.layer_plan import LayerPlan, layer_plan
+from MaxText.models.remat import rematerialised
 
 # A scan closes over the expert stacks and indexes them by row: of `xs`, every compiler would copy a slice.
 _EXPERTS = nnx.PathContains("experts")
+
+
+class LayerOutput(NamedTuple):
+  """What a layer leaves.
+
+  Attributes:
+    stream: the residual stream after both additions.
+    cache: memory after the last valid token; None when none came in.
+    expert_counts: [E] tokens that each routed expert got; None of a dense layer.
+  """
+
+  stream: ResidualStream
+  cache: LayerCache | None
+  expert_counts: Int[Array, "E"] | None
 
 
 class DecoderLayer(nnx.Module):
@@ -52,7 +71,7 @@ class DecoderLayer(nnx.Module):
     *,
     layer: int | Int[Array, ""],
     row: Row = None,
-  ) -> tuple[ResidualStream, LayerCache | None]:
+  ) -> LayerOutput:
     """Runs one layer.
 
     Args:
@@ -61,9 +80,6 @@ class DecoderLayer(nnx.Module):
       segment_ids: [B, T], 0 = padding; None when every token is valid.
       layer: 0-based depth, traced inside a scan.
       row: which layer of stacked weights and pools.
-
-    Returns:
-      The stream after both additions, and the memory after the last valid token.
     """
     plain = self.cfg.attn_res_block_size is None
     h = stream.prefix if plain else self.self_attention_res(stream)
@@ -71,8 +87,9 @@ class DecoderLayer(nnx.Module):
     out, cache = self.self_attn(self.input_layernorm(h), cache, segment_ids, row=row)
     stream = stream.add(out)
     h = self.post_attention_layernorm(stream.prefix if plain else self.mlp_res(stream))
-    out = self.mlp(h) if hasattr(self, "mlp") else self.block_sparse_moe(h, segment_ids, row=row)
-    return stream.add(out), cache
+    dense = hasattr(self, "mlp")
+    out, counts = (self.mlp(h), None) if dense else self.block_sparse_moe(h, segment_ids, row=row)
+    return LayerOutput(stream.add(out), cache, counts)
 
 
 class KimiDecoder(nnx.Module):
@@ -110,7 +127,7 @@ class KimiDecoder(nnx.Module):
     cache: DecoderCache | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
   ) -> tuple[Float[Array, "B T D"], DecoderCache | None]:
-    """Runs everything but the head: the same call trains, prefills and decodes.
+    """Runs everything but the head: prefill and decoding, and training where no expert count is wanted.
 
     Args:
       ids: [B, T] token ids; T is static, and T == 1 takes the single-step kernels.
@@ -121,19 +138,67 @@ class KimiDecoder(nnx.Module):
     Returns:
       [B, T, D] normalised hidden states in the activation dtype, and the cache after the last valid token.
     """
+    h, cache, _ = self._forward(ids, cache, segment_ids)
+    return h, cache
+
+  def hidden_and_counts(
+    self, ids: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None
+  ) -> tuple[Float[Array, "B T D"], Int[Array, "moe_layers E"]]:
+    """Runs everything but the head in training, for `logits` and `balance_routers`.
+
+    Args:
+      ids: [B, T] token ids.
+      segment_ids: [B, T] document of each token, 0 = padding; None when every token is valid.
+
+    Returns:
+      [B, T, D] normalised hidden states, and how many tokens each expert got in each layer that has experts,
+      [moe_layers, E] int32 in the order of depth. Padding counts nowhere.
+    """
+    h, _, counts = self._forward(ids, None, segment_ids)
+    return h, jnp.stack(counts) if counts else jnp.zeros((0, self.cfg.num_experts), jnp.int32)
+
+  def balance_routers(self, counts: Int[Array, "moe_layers E"], rate: float) -> None:
+    """Moves the selection bias of every router in place, by `update_router_bias`.
+
+    Args:
+      counts: [moe_layers, E] from `hidden_and_counts`, summed over what was seen since the last update.
+      rate: size of the step.
+    """
+    used = 0
+    for routers, layers in self._routers():
+      bias = routers.e_score_correction_bias
+      rows = jnp.stack([counts[layer] for layer in layers])
+      bias.set_value(update_router_bias(bias[...], rows.reshape(bias.shape), rate))
+      used += len(layers)
+    if used != counts.shape[0]:
+      raise ValueError(f"counts of {counts.shape[0]} layers for {used} that have experts")
+
+  def _routers(self) -> Iterator[tuple[Router, list[int]]]:
+    """Yields each router, or stack of them, and its layers, counted among those that have experts."""
+    depths = [depth for depth, (_, mlp) in enumerate(self.plan.kinds) if mlp == "moe"]
+    number = {depth: i for i, depth in enumerate(depths)}
+    for depth in depths:
+      part, index, row = self.plan.location(depth)
+      if not row:  # the first row stands for its stack
+        layers = [depth + i * self.plan.period for i in range(self.plan.repeats)] if row == 0 else [depth]
+        yield getattr(self, part)[index].block_sparse_moe.gate, [number[layer] for layer in layers]
+
+  def _forward(self, ids, cache, segment_ids):
+    """Hidden states, the cache after them, and the expert counts [E] of each layer that has experts."""
     x = self.embed_tokens(ids)
     if segment_ids is not None:
       x = jnp.where((segment_ids != 0)[..., None], x, jnp.zeros_like(x))
     stream = ResidualStream.start(self.cfg, x)
-    stream, head = self._run(self.layers, stream, cache and cache.layers, segment_ids, 0)
+    stream, head, counts = self._run(self.layers, stream, cache and cache.layers, segment_ids, 0)
     cycles, tail = (), ()
     if self.plan.repeats:
-      stream, cycles = self._scan_cycles(stream, cache and cache.cycles, segment_ids)
-      stream, tail = self._run(
+      stream, cycles, more = self._scan_cycles(stream, cache and cache.cycles, segment_ids)
+      stream, tail, last = self._run(
         self.epilogue, stream, cache and cache.epilogue, segment_ids, self.plan.scanned_end
       )
+      counts = [*counts, *more, *last]
     h = stream.prefix if self.cfg.attn_res_block_size is None else self.output_attn_res(stream)
-    return self.norm(h), None if cache is None else DecoderCache(head, cycles, tail)
+    return self.norm(h), None if cache is None else DecoderCache(head, cycles, tail), counts
 
   def logits(self, h: Float[Array, "*B D"]) -> Float[Array, "*B vocab"]:
     """Projects hidden states [..., D] to logits [..., vocab] float32; no scale, no cap (spec 2.8)."""
@@ -147,11 +212,17 @@ class KimiDecoder(nnx.Module):
 
   def _run(self, layers, stream, caches, segment_ids, start):
     """Unrolled layers from depth `start` on."""
-    new = []
+    new, counts = [], []
     for i, layer in enumerate(layers):
-      stream, cache = layer(stream, caches and caches[i], segment_ids, layer=start + i)
+      run = functools.partial(layer, cache=caches and caches[i], segment_ids=segment_ids, layer=start + i)
+      stream, cache, expert_counts = self._for_training(run, caches)(stream)
       new.append(cache)
-    return stream, tuple(new)
+      counts += [] if expert_counts is None else [expert_counts]
+    return stream, tuple(new), counts
+
+  def _for_training(self, body, caches, *, in_scan=False):
+    """Rematerialises `body` where there is a backward pass: without caches."""
+    return rematerialised(body, self.cfg.remat_policy, in_scan=in_scan) if caches is None else body
 
   def _scan_cycles(self, stream, caches, segment_ids):
     """Scans the cycles; the body gets the cycle number, slices of the small weights, and whole expert stacks.
@@ -167,21 +238,23 @@ class KimiDecoder(nnx.Module):
     def cycle(carry, xs):
       stream, caches = carry
       row, weights = xs
-      new = []
+      new, counts = [], []
       for position in range(period):
         layer = nnx.merge(graphs[position], experts[position], weights[position])
         cache = caches and caches[position]
         depth = start + row * period + position
         stack_row = None if caches is None else row
-        stream, cache = layer(stream, cache, segment_ids, layer=depth, row=stack_row)
+        stream, cache, expert_counts = layer(stream, cache, segment_ids, layer=depth, row=stack_row)
         new.append(cache)
-      return (stream, caches and tuple(new)), None
+        counts += [] if expert_counts is None else [expert_counts]
+      return (stream, caches and tuple(new)), counts if caches is None else []
 
-    (stream, caches), _ = jax.lax.scan(cycle, (stream, caches), (jnp.arange(self.plan.repeats), small))
+    body = self._for_training(cycle, caches, in_scan=True)
+    (stream, caches), counts = jax.lax.scan(body, (stream, caches), (jnp.arange(self.plan.repeats), small))
     if self.cfg.attn_res_block_size is not None:
       closed = -(-self.plan.scanned_end // self.cfg.attn_res_block_size)
       stream = dataclasses.replace(stream, closed=closed)
-    return stream, caches
+    return stream, caches, [layer[row] for row in range(self.plan.repeats) for layer in counts]
 
 
 def scans(cfg: Config) -> bool:

@@ -5,6 +5,7 @@ from flax import nnx
 
 from MaxText.common.errors import ConfigError
 from MaxText.configs.schema import Config
+from MaxText.models import initialization
 from MaxText.models.kimi_k3 import KimiDecoder, scans
 from MaxText.models.layer_plan import LayerPlan
 from MaxText.models.layer_plan import layer_plan as _layer_plan
@@ -14,8 +15,9 @@ DECODERS = {"kimi_k3": KimiDecoder, "kimi_linear": KimiDecoder}
 
 def build(cfg: Config, rngs: nnx.Rngs) -> KimiDecoder:
   """Returns a decoder with freshly drawn weights, drawn by one compiled program."""
-  draw = jax.jit(lambda key: nnx.state(_decoder(cfg)(cfg, rngs=nnx.Rngs(key))))
-  graph, _ = nnx.split(abstract(cfg))
+  decoder = abstract(cfg)
+  graph, _ = nnx.split(decoder)
+  draw = jax.jit(lambda key: nnx.state(initialization.draw(decoder, key)))
   return nnx.merge(graph, draw(rngs.params()))
 
 

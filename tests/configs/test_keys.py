@@ -25,7 +25,6 @@ CONFIGS_ONLY = {
   "mla_use_nope": "validated: only true is possible",
   "published_extra": "written back on export",
   "bos_token_id": "written back on export; no prompt begins with it (spec 1.6)",
-  "pad_token_id": "written back on export; padding is told by segment ids",
 }
 
 

@@ -47,7 +47,7 @@ def test_block_fixture(impl):
   data = load_fixture("moe")
   block = LatentMoe(k3_config(**FIXTURE, moe_impl=impl), rngs=nnx.Rngs(0))
   fill(block, fixture_values(data))
-  assert_op_close(block(jnp.asarray(data["in"])), data["out"])
+  assert_op_close(block(jnp.asarray(data["in"]))[0], data["out"])
 
 
 def test_padding_is_counted_by_no_expert_and_gets_no_gradient():
@@ -55,11 +55,12 @@ def test_padding_is_counted_by_no_expert_and_gets_no_gradient():
   x = jax.random.normal(jax.random.key(0), (2, 3, cfg.base_emb_dim))
   segments = jnp.int32([[1, 0, 1], [0, 0, 2]])
   poisoned = jnp.where((segments != 0)[..., None], x, 1e6)
-  got, clean = block(poisoned, segments), block(x, segments)
+  (got, counts), (clean, _) = block(poisoned, segments), block(x, segments)
+  assert counts.sum() == 3 * cfg.num_experts_per_tok
   np.testing.assert_array_equal(got[segments != 0], clean[segments != 0])
 
   def loss(block, x):
-    return jnp.sum(jnp.where((segments != 0)[..., None], block(x, segments), 0.0) ** 2)
+    return jnp.sum(jnp.where((segments != 0)[..., None], block(x, segments)[0], 0.0) ** 2)
 
   grads = [nnx.grad(loss)(block, value) for value in (poisoned, x)]
   for a, b in zip(*(jax.tree.leaves(nnx.state(g.experts)) for g in grads)):
@@ -69,7 +70,7 @@ def test_padding_is_counted_by_no_expert_and_gets_no_gradient():
 def test_permuting_experts_with_their_weights_changes_nothing():
   block, cfg = random_block()
   x = jax.random.normal(jax.random.key(1), (1, 7, cfg.base_emb_dim))
-  want = block(x)
+  want, _ = block(x)
   order = np.random.default_rng(0).permutation(cfg.num_experts)
   for holder, names in (
     (block.experts, ("w1", "w2", "w3")),
@@ -77,17 +78,17 @@ def test_permuting_experts_with_their_weights_changes_nothing():
   ):
     for name in names:
       getattr(holder, name).set_value(getattr(holder, name)[...][order])
-  np.testing.assert_allclose(block(x), want, atol=1e-6)
+  np.testing.assert_allclose(block(x)[0], want, atol=1e-6)
 
 
 def test_swapping_gate_and_up_changes_the_output():
   block, cfg = random_block()
   x = jax.random.normal(jax.random.key(1), (1, 4, cfg.base_emb_dim))
-  want = block(x)
+  want, _ = block(x)
   w1, w3 = block.experts.w1[...], block.experts.w3[...]
   block.experts.w1.set_value(w3)
   block.experts.w3.set_value(w1)
-  assert float(jnp.abs(block(x) - want).max()) > 1e-3
+  assert float(jnp.abs(block(x)[0] - want).max()) > 1e-3
 
 
 def test_resident_mxfp4_equals_plain_weights_of_the_same_values():
@@ -100,7 +101,7 @@ def test_resident_mxfp4_equals_plain_weights_of_the_same_values():
   for name in ("w1", "w2", "w3"):
     getattr(plain.experts, name).set_value(unpack(packed.experts.weight(name), jnp.float32))
   x = jax.random.normal(jax.random.key(2), (1, 5, cfg.base_emb_dim))
-  np.testing.assert_allclose(packed(x), plain(x), atol=1e-6)
+  np.testing.assert_allclose(packed(x)[0], plain(x)[0], atol=1e-6)
 
 
 def test_no_compiled_tensor_holds_every_pick_times_latent_times_width():
@@ -109,7 +110,7 @@ def test_no_compiled_tensor_holds_every_pick_times_latent_times_width():
   banned = T * A * cfg.expert_input_dim * cfg.base_moe_mlp_dim
   graph, state = nnx.split(block)
   text = (
-    jax.jit(lambda s, x: nnx.merge(graph, s)(x))
+    jax.jit(lambda s, x: nnx.merge(graph, s)(x)[0])
     .lower(state, jax.ShapeDtypeStruct((1, T, cfg.base_emb_dim), jnp.float32))
     .compile()
     .as_text()

@@ -4,6 +4,7 @@ Dims: M rows, E experts, L expert input width, F expert width, N output and K in
 Source: spec 2.7 step 4; weights keep the published orientation [out, in].
 """
 
+import functools
 from typing import Literal
 
 from jaxtyping import Array, Float, Int
@@ -11,7 +12,9 @@ from jaxtyping import Array, Float, Int
 from MaxText.common import choices
 from MaxText.common.errors import UnsupportedError
 from MaxText.kernels.grouped_matmul import blocked, reference
+from MaxText.kernels.grouped_matmul.on_grid import grouped_mlp_on_grid
 from MaxText.kernels.grouped_matmul.operands import Activation, Weight
+from MaxText.kernels.mxfp4 import MxFp4
 
 type Impl = Literal["auto", "reference", "blocked"]
 
@@ -53,6 +56,7 @@ def grouped_mlp(
   activation: Activation,
   *,
   layer: Int[Array, ""] | None = None,
+  on_grid: bool = False,
   impl: Impl = "auto",
 ) -> Float[Array, "M L"]:
   """Applies to each row the gated MLP of its expert: activation(x w1', x w3') w2'.
@@ -68,12 +72,23 @@ def grouped_mlp(
     group_sizes: [E] rows of each expert; their sum is at most M.
     activation: (gate, up) -> hidden, elementwise on float32; it must not close over traced arrays.
     layer: position in the leading axis of stacked weights, int32.
+    on_grid: round unpacked weights to MXFP4 as `pack` does, with a straight-through gradient; they have no
+      stack axis then. The result has the bits that their bytes would give.
     impl: as `grouped_matmul`.
 
   Returns:
     [M, L] in x.dtype, accumulated in float32; rows past sum(group_sizes) are 0.
   """
-  return _implementation("grouped_mlp", impl).grouped_mlp(x, w1, w3, w2, group_sizes, activation, layer)
+  run = _implementation("grouped_mlp", impl).grouped_mlp
+  if not on_grid:
+    return run(x, w1, w3, w2, group_sizes, activation, layer)
+  if layer is not None or isinstance(w1, MxFp4):
+    raise NotImplementedError(f"grouped_mlp on_grid takes the plain weights of one layer, got {w1.shape}")
+  return grouped_mlp_on_grid(functools.partial(_one_layer, run, activation), x, w1, w3, w2, group_sizes)
+
+
+def _one_layer(run, activation, x, w1, w3, w2, group_sizes):
+  return run(x, w1, w3, w2, group_sizes, activation, None)
 
 
 def _implementation(op: str, impl: Impl):

@@ -1,0 +1,47 @@
+"""What a person reads while a model trains: step, loss, tokens per second, time left."""
+
+import sys
+import time
+from collections import deque
+
+from tqdm import tqdm
+
+LINES = 50  # about so many where nobody watches a bar
+_RECENT = 20  # steps that the speed is measured over
+_BAR = "step {n}/{total} |{bar:24}| {postfix}"
+
+
+class Progress:
+  """A bar on a terminal, lines elsewhere; both on stderr."""
+
+  def __init__(self, steps: int, tokens_per_step: int):
+    self._steps, self._tokens = steps, tokens_per_step
+    # from the end of the first step on: the first one compiles
+    self._times: deque[float] = deque(maxlen=_RECENT + 1)
+    self._every = max(1, steps // LINES)
+    self._bar: tqdm | None = None
+
+  def step(self, number: int, loss: float) -> None:
+    """Notes that 0-based step `number` is done, with its mean loss in nats."""
+    self._times.append(time.monotonic())
+    text = self._text(number, loss)
+    if sys.stderr.isatty():
+      if self._bar is None:
+        self._bar = tqdm(total=self._steps, initial=number, bar_format=_BAR, dynamic_ncols=True)
+      self._bar.set_postfix_str(text, refresh=False)
+      self._bar.update(1)
+    elif (number + 1) % self._every == 0 or number + 1 == self._steps:
+      print(f"step {number + 1}/{self._steps}  {text}", file=sys.stderr, flush=True)
+
+  def _text(self, number: int, loss: float) -> str:
+    measured = len(self._times) - 1
+    if not measured:
+      return f"loss {loss:.4f}"
+    seconds = max(self._times[-1] - self._times[0], 1e-9) / measured
+    left = tqdm.format_interval((self._steps - number - 1) * seconds)
+    return f"loss {loss:.4f}  {self._tokens / seconds:,.0f} tokens/s  {left} left"
+
+  def close(self) -> None:
+    """Leaves the bar as it is."""
+    if self._bar is not None:
+      self._bar.close()
