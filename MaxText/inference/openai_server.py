@@ -170,7 +170,7 @@ class _Routes:
     if wanted is None:
       return
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    is_right = hmac.compare_digest(given.strip().encode(), wanted.encode())
+    is_right = hmac.compare_digest(given.strip().encode("latin-1"), wanted.encode())
     if scheme.lower() != "bearer" or not is_right:
       raise RequestError("wrong or missing API key", code="invalid_api_key", status=401)
 

@@ -22,9 +22,9 @@ class ScriptedEngine:
 
   is_intact = True
   prefill_chunk_size = 16
-  steps = 1
 
-  def __init__(self, *, slots=2, pages=64, page_size=16, max_target_length=256):
+  def __init__(self, *, slots=2, pages=128, page_size=16, max_target_length=1024, steps=1):
+    self.steps = steps
     self._shape = dict(
       slots=slots, pages=pages, page_size=page_size, pages_per_slot=-(-max_target_length // page_size)
     )
@@ -57,7 +57,7 @@ class ScriptedEngine:
 
   def begin(self, slot):
     self.active[slot] = True
-    return self._pick([slot])
+    return self._pick([slot], 1)
 
   def grow(self, slot, steps):
     self._running[slot][2] += steps
@@ -67,7 +67,7 @@ class ScriptedEngine:
     if self.gate is not None:
       self.gate.wait(10)
     time.sleep(self.seconds)
-    return self._pick(np.flatnonzero(self.active).tolist())
+    return self._pick(np.flatnonzero(self.active).tolist(), self.steps)
 
   def finite(self):
     return np.array([slot not in self.broken for slot in range(len(self.active))])
@@ -78,16 +78,17 @@ class ScriptedEngine:
     self.broken.discard(slot)
     del self._running[slot]
 
-  def _pick(self, slots):
-    shape = (len(self.active), 1)
+  def _pick(self, slots, steps):
+    shape = (len(self.active), steps)
     token = np.full(shape, NO_TOKEN, np.int32)
     top = np.zeros((*shape, ALTERNATIVES), np.int32) + np.arange(ALTERNATIVES, dtype=np.int32)
     for slot in slots:
       script, stop_ids, *_ = self._running[slot]
-      if slot in self.broken:
-        self.active[slot] = False
-        continue
-      token[slot, 0] = script.pop(0)
-      self.picked += 1
-      self.active[slot] = bool(script) and token[slot, 0] not in stop_ids
+      self.active[slot] &= slot not in self.broken
+      for step in range(steps * bool(self.active[slot])):
+        token[slot, step] = script.pop(0)
+        self.picked += 1
+        self.active[slot] = bool(script) and token[slot, step] not in stop_ids
+        if not self.active[slot]:
+          break
     return Picked(token, np.full(shape, -0.5, np.float32), top, -1.0 - top.astype(np.float32))
