@@ -1,6 +1,5 @@
-"""`python -m MaxText.serve`: the bundled model through OpenAI's client, mistakes in one line, and a clean end."""
+"""`python -m MaxText.serve`: the bundled model through OpenAI's client, one-line mistakes, a clean end."""
 
-import re
 import signal
 import subprocess
 import sys
@@ -10,16 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-for _name in ("fastapi", "uvicorn", "prometheus_client", "openai", "httpx"):
-  pytest.importorskip(_name, reason=f"{_name} of the extras [serve] and [dev] is not installed")
-
-import httpx
-
 from MaxText import serve
 from MaxText.configs.loader import load_command
 from MaxText.configs.options import ServeOptions
 from MaxText.inference.model import Model
-from tests.inference.served import serving
+from tests.inference.served import httpx, sample, serving
 
 ROOT = Path(__file__).parents[1]
 KEYS = ["slots=2", "pages=24", "page_size=16", "prefill_chunk=16", "scan_layers=true", "seed=3"]
@@ -63,12 +57,6 @@ def server(loaded):
   _, model, engine = loaded
   with serving(engine, model.tokenizer, model.stop_ids, queue_limit=16) as served:
     yield served
-
-
-def value(served, name):
-  """One sample of /metrics."""
-  text = httpx.get(f"{served.url}/metrics").text
-  return float(re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)[1])
 
 
 def test_served_answers_are_the_solo_ones_and_metrics_are_the_truth(server, solo):
@@ -119,10 +107,11 @@ def test_served_answers_are_the_solo_ones_and_metrics_are_the_truth(server, solo
     "maxtext_pages_used": 0,
     "maxtext_pages_free": 24,
   }
-  assert {name: value(server, name) for name in told} == told
+  assert {name: sample(server.metrics, name) for name in told} == told
+  assert httpx.get(f"{server.url}/metrics").text.startswith("# HELP")
   # two slots for eight at once: most of them wait, and that counts
-  mean = value(server, "maxtext_time_to_first_token_seconds_sum") / 8
-  assert mean > value(server, "maxtext_inter_token_seconds_sum") / truth["generated"]
+  mean = sample(server.metrics, "maxtext_time_to_first_token_seconds_sum") / 8
+  assert mean > sample(server.metrics, "maxtext_inter_token_seconds_sum") / truth["generated"]
 
 
 def test_a_seed_gives_the_same_chat_again(server):
@@ -169,6 +158,14 @@ def test_a_port_that_is_taken_is_told(server, capsys):
   port = server.url.rpartition(":")[2]
   assert serve.main(["kimi-k3-tiny", f"port={port}"]) == 2
   assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in capsys.readouterr().err
+
+
+def test_what_is_not_installed_is_told(monkeypatch, capsys):
+  monkeypatch.setitem(sys.modules, "fastapi", None)
+  assert serve.main(["kimi-k3-tiny"]) == 2
+  assert 'fastapi is not installed; the server needs: pip install "maxtext-kimi-k3[serve]"' in (
+    capsys.readouterr().err
+  )
 
 
 def test_help_tells_every_key(capsys):

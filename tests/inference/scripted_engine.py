@@ -1,12 +1,20 @@
-"""An engine that says what it is told to, with slots and pages of the real kind: servers tested in no time."""
+"""An engine that says what it is told to, with real slots and pages: servers are tested in no time."""
 
 import time
+from typing import NamedTuple
 
 import numpy as np
 
 from MaxText.common.errors import InputError
 from MaxText.inference.engine_programs import ALTERNATIVES, NO_TOKEN, Picked
 from MaxText.inference.resources import Resources
+
+
+class Paused(NamedTuple):
+  """A request outside the engine."""
+
+  length: int
+  request: tuple
 
 
 class ScriptedEngine:
@@ -71,6 +79,16 @@ class ScriptedEngine:
 
   def finite(self):
     return np.array([slot not in self.broken for slot in range(len(self.active))])
+
+  def export_slot(self, slot):
+    script, stop_ids, length, logprobs = self._running[slot]
+    return Paused(length, (list(script), stop_ids, length, logprobs))
+
+  def import_slot(self, moved):
+    slot = self.resources.acquire(moved.length + 1)
+    if slot is not None:
+      self._running[slot], self.active[slot] = list(moved.request), True
+    return slot
 
   def reset_slot(self, slot):
     self.resources.release(slot)

@@ -1,14 +1,23 @@
-"""A server on a free port of this machine, for tests that speak to it through its own clients."""
+"""A server on a free port of this machine, for tests that speak to it through its clients.
+
+A test file that imports this is skipped where the extra [serve] or a client is not installed.
+"""
 
 import contextlib
+import re
 import socket
 import threading
 import time
 from pathlib import Path
 
-import openai
-import uvicorn
+import pytest
 
+httpx, openai, uvicorn, *_ = (
+  pytest.importorskip(name, reason=f"{name} of the extras [serve] and [dev] is not installed")
+  for name in ("httpx", "openai", "uvicorn", "fastapi", "prometheus_client")
+)
+
+# ruff: noqa: E402  (these import the extra)
 from MaxText.inference.metrics import Metrics
 from MaxText.inference.openai_jobs import ServedModel
 from MaxText.inference.openai_server import Limits, create_app
@@ -76,6 +85,12 @@ def serving(engine, tokenizer, stop_ids, **limits):
     yield served
   finally:
     served.stop()
+
+
+def sample(metrics, name):
+  """One sample of the metrics, by its name with its labels."""
+  text = metrics.exposition().decode()
+  return float(re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)[1])
 
 
 def wait_until(holds, seconds=10.0):

@@ -1,4 +1,4 @@
-"""The server through OpenAI's client: the forms of answers, errors, limits; the engine says what a test wants."""
+"""The server through OpenAI's client: answers, errors, limits; the engine says what a test wants."""
 
 import json
 import threading
@@ -6,18 +6,11 @@ import time
 
 import pytest
 
-for _name in ("fastapi", "uvicorn", "prometheus_client", "openai", "httpx"):
-  pytest.importorskip(_name, reason=f"{_name} of the extras [serve] and [dev] is not installed")
-
-import httpx
-import openai
-
 from MaxText.tokenizers.chat import messages, xtml_render
 from MaxText.tokenizers.chat.options import ChatOptions
-from MaxText.tokenizers.chat.segments import encode
 from MaxText.tokenizers.kimi import KimiTokenizer
 from tests.inference.scripted_engine import ScriptedEngine
-from tests.inference.served import ASSET, serving, wait_until
+from tests.inference.served import ASSET, httpx, openai, serving, wait_until
 from tests.tokenizers.chat.samples import CLOCK, WEATHER
 
 HELLO = [{"role": "user", "content": "Hello"}]
