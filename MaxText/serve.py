@@ -103,7 +103,9 @@ def serve(config: str, cfg: Config, options: ServeOptions) -> None:
   print(f"{model.name}: {held}, {engine.max_target_length} of each", file=sys.stderr)
   host, port, *_ = listener.getsockname()
   print(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}", file=sys.stderr, flush=True)
-  scheduler.start(warm_up=True)
+  began = time.monotonic()
+  ready = lambda: print(f"ready after {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+  scheduler.start(warm_up=True, on_ready=ready)
   _run(app, scheduler, listener, options.drain_seconds)
 
 

@@ -87,10 +87,17 @@ class ChatReader:
   Stop strings count in the visible answer only: not in what the model thinks, not in a tool's arguments.
   """
 
-  def __init__(self, stream: AnswerStream, stop: Sequence[str] = ()):
-    """Starts an empty answer, read by the chat format's own `stream`."""
+  def __init__(self, stream: AnswerStream, stop: Sequence[str] = (), hidden: Collection[int] = ()):
+    """Starts an empty answer.
+
+    Args:
+      stream: the chat format's own reader.
+      stop: strings that end the answer.
+      hidden: stop ids that are ordinary tokens, and no part of the answer.
+    """
     self._stream = stream
     self._stops = StopStrings(stop)
+    self._hidden = frozenset(hidden)
 
   @property
   def is_stopped(self) -> bool:
@@ -99,7 +106,7 @@ class ChatReader:
 
   def push(self, token: int) -> list[Event]:
     """Takes one token and returns what is certain of what it tells."""
-    return self._filtered(self._stream.push(token))
+    return [] if token in self._hidden else self._filtered(self._stream.push(token))
 
   def end(self, reason: Reason) -> list[Event]:
     """Ends the answer and returns what remains to be told, `Finish` last."""

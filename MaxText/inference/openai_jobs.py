@@ -91,8 +91,9 @@ def chat_drafts(model: ServedModel, body: ChatBody) -> list[Draft]:
   logprobs = (body.top_logprobs or 0) if body.logprobs else 0
   if body.max_completion_tokens is not None:
     body = body.model_copy(update={"max_tokens": body.max_completion_tokens})
+  hidden = set(body.stop_token_ids or ()) - set(model.stop_ids)  # the model's own end its message
   return [
-    Draft(ids, settings, ChatReader(model.chat.read_ids(options), body.stops))
+    Draft(ids, settings, ChatReader(model.chat.read_ids(options), body.stops, hidden))
     for settings in _settings(model, body, model.context, logprobs)
   ]
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from MaxText.common.errors import UserError
+from MaxText.common.errors import InputError, UserError
 from MaxText.inference.engine import Engine, Exported
 from MaxText.inference.engine_programs import NO_TOKEN, Picked
 from MaxText.inference.serving import (
@@ -127,9 +127,12 @@ class Scheduler:
     """Refuses `count` jobs that cannot be taken now, before anybody prepares them.
 
     Raises:
+      InputError: they are more than the queue ever holds.
       QueueFullError: they do not fit into the queue.
       DrainingError: no more jobs are taken, or none yet.
     """
+    if count > self._queue_limit:
+      raise InputError(f"{count} answers at once, but at most {self._queue_limit} may wait")
     with self._condition:
       if self._is_draining or not self.is_ready:
         self._observer.refused("draining" if self._is_draining else "warming_up", count)
@@ -155,13 +158,14 @@ class Scheduler:
     """Whether the thread goes round."""
     return self._thread is not None and self._thread.is_alive()
 
-  def start(self, *, warm_up: bool = False) -> None:
+  def start(self, *, warm_up: bool = False, on_ready: Callable[[], None] = lambda: None) -> None:
     """Starts the thread.
 
     Args:
       warm_up: first compile every program; until then no job is taken.
+      on_ready: called when that is done.
     """
-    self.is_ready = not warm_up
+    self.is_ready, self._on_ready = not warm_up, on_ready
     self._thread = threading.Thread(target=self._serve, name="scheduler", daemon=True)
     self._thread.start()
 
@@ -198,6 +202,7 @@ class Scheduler:
     if not self.is_ready:
       self._engine.warm_up()
       self.is_ready = True
+      self._on_ready()
     while True:
       with self._condition:
         while not self._waiting and not self._is_busy and not self._is_stopping:

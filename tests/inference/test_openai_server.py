@@ -176,6 +176,24 @@ def test_what_only_begins_like_a_stop_string_comes_through(server, tokenizer):
   assert server.client.completions.create(model="tiny", prompt="x", stop="done").choices[0].text == "ab don"
 
 
+def test_a_stop_id_that_is_text_is_no_part_of_an_answer(server, tokenizer):
+  ids = tokenizer.encode("abc def")
+  extra = {"stop_token_ids": [ids[-1]]}
+  want = tokenizer.decode(ids[:-1])
+  server.engine.answers = [text_answer(tokenizer, "abc def")]
+  answer = server.client.completions.create(model="tiny", prompt="x", extra_body=extra)
+  assert (answer.choices[0].text, answer.choices[0].finish_reason) == (want, "stop")
+  server.engine.answers = [chat_answer(tokenizer, {"content": "abc def"}, thinking=False)]
+  given = dict(model="tiny", messages=HELLO, reasoning_effort="none")
+  choice = server.client.chat.completions.create(**given, extra_body=extra).choices[0]
+  assert (choice.message.content, choice.finish_reason) == (want, "stop")
+
+
+def test_more_answers_than_may_wait_are_a_mistake(server):
+  create = server.client.completions.create
+  refused(create, openai.BadRequestError, "4 answers at once", model="tiny", prompt="x", n=4)
+
+
 def test_several_choices_of_several_prompts_keep_their_order(server, tokenizer):
   texts = ["zero", "one", "two", "three"]
   given = dict(model="tiny", messages=HELLO, n=2, reasoning_effort="none")
