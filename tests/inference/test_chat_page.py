@@ -63,6 +63,12 @@ def test_an_answer_streams_with_its_thoughts(server, page):
   assert page.query_selector(".message") is None
 
 
+def test_the_chat_is_wider_than_the_metrics_beside_it(page):
+  chat, metrics, form = (page.locator(part).bounding_box() for part in ("main", "aside", "form"))
+  assert chat["x"] == form["x"] == 0 and chat["width"] == form["width"] == metrics["x"]
+  assert chat["width"] > metrics["width"]
+
+
 def test_stop_frees_the_slot(server, page):
   server.engine.answers, server.engine.seconds = [server.tokenizer.encode("a " * 400)], 0.05
   page.fill("#input", "Go on")
