@@ -80,11 +80,12 @@ def create_app(model: ServedModel, scheduler: Scheduler, metrics: Metrics, limit
 
 
 def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-  return Response(_text(value), status, headers, media_type="application/json")
+  return Response(_bytes(value), status, headers, media_type="application/json")
 
 
-def _text(value: Any) -> str:
-  return json.dumps(value, ensure_ascii=False, allow_nan=False)
+def _bytes(value: Any) -> bytes:
+  # half of a surrogate pair, which a client's JSON may hold, has an escape in JSON and no UTF-8
+  return json.dumps(value, ensure_ascii=False, allow_nan=False).encode(errors="backslashreplace")
 
 
 def error_body(
@@ -310,9 +311,8 @@ class _EventStream(Response):
     await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
 
     async def put(*values: Any) -> None:
-      text = "".join(f"data: {value if isinstance(value, str) else _text(value)}\n\n" for value in values)
-      if text:
-        await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+      if data := b"".join(b"data: %b\n\n" % (v if isinstance(v, bytes) else _bytes(v)) for v in values):
+        await send({"type": "http.response.body", "body": data, "more_body": True})
 
     await put(*self._answers.beginning())
     try:
@@ -321,7 +321,7 @@ class _EventStream(Response):
       await put(*self._answers.ending())
     except AnswerFailure as failure:  # too late for another status
       await put(error_body(failure.status, str(failure), code=failure.code))
-    await put("[DONE]")
+    await put(b"[DONE]")
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -199,6 +199,17 @@ class Scheduler:
   # --- the thread that owns the engine ----------------------------------------------------------------------
 
   def _serve(self) -> None:
+    try:
+      self._go_round()
+    except Exception:
+      _LOGGER.exception("the scheduler cannot go on")
+      self.refuse()
+      for ticket in self._all():
+        ticket.slot = None  # the engine is not asked again
+        self._leave(ticket, "error")
+      self._is_idle.set()
+
+  def _go_round(self) -> None:
     if not self.is_ready:
       self._engine.warm_up()
       self.is_ready = True

@@ -314,6 +314,16 @@ def test_a_bad_body_is_refused_and_harms_nobody(server, body):
   assert reply.status_code == 400 and reply.json()["error"]["type"] == "invalid_request_error"
 
 
+def test_half_a_surrogate_pair_is_no_defect(server, tokenizer):
+  server.engine.answers = [text_answer(tokenizer, "a")]
+  post = lambda path, body: httpx.post(server.url + path, content=json.dumps(body).encode())
+  chat = {"model": "tiny", "messages": [{"role": "user", "content": "\ud800 x"}]}
+  assert post("/v1/chat/completions", chat).status_code == 200
+  for body in ({"model": "\ud800"}, {"model": "tiny", "prompt": "\ud800"}, {"model": "tiny", "\ud800": 1}):
+    reply = post("/v1/completions", {"prompt": "x", **body})
+    assert reply.status_code in (400, 404) and reply.json()["error"]["message"]
+
+
 def test_a_large_body_is_refused(server):
   body = {"model": "tiny", "prompt": "x" * 70000}
   reply = httpx.post(f"{server.url}/v1/completions", json=body)

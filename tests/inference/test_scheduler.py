@@ -13,6 +13,7 @@ from MaxText.common.errors import InputError
 from MaxText.inference.prompts import Settings
 from MaxText.inference.scheduler import Scheduler
 from MaxText.inference.serving import DrainingError, Ended, Job, Observer, QueueFullError, Tokens
+from tests.inference.scripted_engine import ScriptedEngine
 from tests.inference.small_engine import LENGTHS, LONGEST, NEW, make_engine
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
@@ -250,6 +251,25 @@ def test_an_engine_that_fails_starts_again(scheduler, engine, requests, monkeypa
   assert scheduler._observer.heard["error"] == 4  # the slots
   rest = [receiver for _, receiver in started if receiver.ended == "length"]
   assert len(rest) == 2 and all(receiver.tokens == requests[2][1] for receiver in rest)
+
+
+def test_an_engine_that_cannot_start_again_leaves_nobody_waiting(requests):
+  engine = ScriptedEngine()
+  engine.answers = [[1] * 50]
+  scheduler = Scheduler(engine, observer=Counts())
+  started = [submit(scheduler, requests[number]) for number in range(5)]
+
+  def broken(*_):
+    engine.is_intact = False
+    raise RuntimeError("gone")
+
+  engine.decode = engine.restart = broken
+  scheduler.start()
+  assert all(receiver.done.wait(10) and receiver.ended == "error" for _, receiver in started)
+  scheduler._thread.join(10)
+  with pytest.raises(DrainingError):
+    submit(scheduler, requests[0])
+  assert scheduler.drain(1) and not scheduler.is_alive
 
 
 def test_a_nan_ends_its_own_job_and_leaves_nothing(scheduler, engine, requests):
