@@ -319,9 +319,15 @@ def test_half_a_surrogate_pair_is_no_defect(server, tokenizer):
   post = lambda path, body: httpx.post(server.url + path, content=json.dumps(body).encode())
   chat = {"model": "tiny", "messages": [{"role": "user", "content": "\ud800 x"}]}
   assert post("/v1/chat/completions", chat).status_code == 200
-  for body in ({"model": "\ud800"}, {"model": "tiny", "prompt": "\ud800"}, {"model": "tiny", "\ud800": 1}):
-    reply = post("/v1/completions", {"prompt": "x", **body})
-    assert reply.status_code in (400, 404) and reply.json()["error"]["message"]
+  changes = [
+    ({"prompt": "\ud800"}, 200),
+    ({"model": "\ud800"}, 404),
+    ({"stop": "\ud800"}, 400),
+    ({"\ud800": 1}, 400),
+  ]
+  for change, status in changes:
+    reply = post("/v1/completions", {"model": "tiny", "prompt": "x", **change})
+    assert reply.status_code == status and ("error" in reply.json()) == (status != 200)
 
 
 def test_a_large_body_is_refused(server):
