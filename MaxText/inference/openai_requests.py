@@ -170,6 +170,8 @@ def read_body[Body: _Body](kind: type[Body], data: bytes) -> Body:
 def _request_error(failure: ValidationError, kind: type[_Body]) -> RequestError:
   """The first complaint of pydantic, as one line about one field."""
   errors = failure.errors()
+  if not errors[0]["loc"]:
+    return RequestError(f"the body cannot be read: {errors[0]['msg']}")
   field = str(errors[0]["loc"][0])
   # of a union's alternatives, the one that got furthest says most
   error = max((e for e in errors if e["loc"][0] == field), key=lambda error: len(error["loc"]))
