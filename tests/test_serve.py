@@ -180,10 +180,11 @@ sys.path.insert(0, {root!r})
 from MaxText import serve
 from MaxText.tokenizers.kimi import KimiTokenizer
 from tests.inference.scripted_engine import ScriptedEngine
-from tests.inference.served import ASSET, Served
+from tests.inference.served import Served
+from tests.locations import TINY
 engine = ScriptedEngine()
 engine.seconds = 0.05
-tokenizer = KimiTokenizer.from_directory(ASSET)
+tokenizer = KimiTokenizer.from_directory(TINY)
 engine.answers = [[*tokenizer.encode("a" * 30), 769]]
 served = Served(engine, tokenizer, [769])
 listener = serve._listener("127.0.0.1", 0)

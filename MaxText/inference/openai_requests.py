@@ -177,7 +177,8 @@ def _request_error(failure: ValidationError, kind: type[_Body]) -> RequestError:
   error = max((e for e in errors if e["loc"][0] == field), key=lambda error: len(error["loc"]))
   if error["type"] == "extra_forbidden":
     hint = did_you_mean(field, kind.model_fields)
-    return RequestError(f"{field}: unknown field{hint}", field, "unknown_field")
+    name = field if field.isidentifier() else repr(field[:60])
+    return RequestError(f"{name}: unknown field{hint}", field, "unknown_field")
   if error["type"] == "missing":
     return RequestError(f"{field}: this field is missing", field, "missing_field")
   shown = repr(error["input"])

@@ -8,7 +8,6 @@ import re
 import socket
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -23,8 +22,6 @@ from MaxText.inference.openai_jobs import ServedModel
 from MaxText.inference.openai_server import Limits, create_app
 from MaxText.inference.scheduler import Scheduler
 from MaxText.tokenizers.chat.formats import chat_format
-
-ASSET = Path(__file__).parents[2] / "MaxText" / "assets" / "kimi-k3-tiny"
 
 
 class Served:

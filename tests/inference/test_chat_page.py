@@ -6,7 +6,8 @@ import pytest
 
 from MaxText.tokenizers.kimi import KimiTokenizer
 from tests.inference.scripted_engine import ScriptedEngine
-from tests.inference.served import ASSET, serving, wait_until
+from tests.inference.served import serving, wait_until
+from tests.locations import TINY
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium on PATH")
 
 @pytest.fixture(scope="module")
 def server():
-  tokenizer = KimiTokenizer.from_directory(ASSET)
+  tokenizer = KimiTokenizer.from_directory(TINY)
   with serving(ScriptedEngine(), tokenizer, sorted(tokenizer.stop_ids), api_key="secret") as served:
     yield served
 

@@ -10,7 +10,8 @@ from MaxText.tokenizers.chat import messages, xtml_render
 from MaxText.tokenizers.chat.options import ChatOptions
 from MaxText.tokenizers.kimi import KimiTokenizer
 from tests.inference.scripted_engine import ScriptedEngine
-from tests.inference.served import ASSET, httpx, openai, serving, wait_until
+from tests.inference.served import httpx, openai, serving, wait_until
+from tests.locations import TINY
 from tests.tokenizers.chat.samples import CLOCK, WEATHER
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -19,7 +20,7 @@ TEXT = "尼罗河 😀 naïve, done"
 
 @pytest.fixture(scope="module")
 def tokenizer():
-  return KimiTokenizer.from_directory(ASSET)
+  return KimiTokenizer.from_directory(TINY)
 
 
 @pytest.fixture(scope="module")
