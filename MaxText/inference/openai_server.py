@@ -34,8 +34,8 @@ from MaxText.inference.openai_requests import (
   read_body,
 )
 from MaxText.inference.prompts import check_ids
-from MaxText.inference.scheduler import Scheduler, Ticket
-from MaxText.inference.serving import Ended, Event, Job, QueueFullError, RefusedError
+from MaxText.inference.scheduler import Scheduler
+from MaxText.inference.serving import Ended, Event, Job, QueueFullError, RefusedError, Ticket
 
 _LOGGER = logging.getLogger("MaxText")
 _PAGE = Path(__file__).parent.parent / "assets" / "chat.html"

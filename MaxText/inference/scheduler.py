@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from MaxText.common.errors import InputError, UserError
-from MaxText.inference.engine import Engine, Exported
+from MaxText.inference.engine import Engine
 from MaxText.inference.engine_programs import NO_TOKEN, Picked
 from MaxText.inference.serving import (
   DrainingError,
@@ -30,6 +30,7 @@ from MaxText.inference.serving import (
   QueueFullError,
   Reason,
   Snapshot,
+  Ticket,
   Token,
   Tokens,
 )
@@ -37,35 +38,6 @@ from MaxText.inference.serving import (
 _LOGGER = logging.getLogger("MaxText")
 _MOST_RETRY_SECONDS = 60
 _REMEMBERED = 0.9  # weight of earlier jobs in the running mean of their time
-
-
-@dataclasses.dataclass(eq=False)
-class Ticket:
-  """A job on its way; what `submit` returns and `cancel` takes.
-
-  Attributes:
-    job: what was asked.
-    number: order of arrival.
-    slot: where it runs, None while it waits.
-    rank: part of the data axis that holds its state, None while it waits.
-    read: prompt tokens that are in memory.
-    paused: its state, while it waits to go on.
-    token_count: tokens picked so far.
-    last_token: reading of `time.monotonic` at the last of them.
-    is_cancelled: nobody wants the answer any more.
-    ended: why it ended.
-  """
-
-  job: Job
-  number: int
-  slot: int | None = None
-  rank: int | None = None
-  read: int = 0
-  paused: Exported | None = None
-  token_count: int = 0
-  last_token: float | None = None
-  is_cancelled: bool = False
-  ended: Reason | None = None
 
 
 class Scheduler:
@@ -91,6 +63,7 @@ class Scheduler:
     self._waiting: list[Ticket] = []  # in order of arrival; guarded by the condition, as are the flags
     self._is_draining = self._is_stopping = False
     self.is_ready = True
+    self._on_ready: Callable[[], None] = lambda: None
     self._reading: deque[Ticket] = deque()
     self._decoding: list[Ticket] = []
     self._taken = self._rounds = 0
@@ -349,11 +322,12 @@ class Scheduler:
       self._leave(ticket, _reason(is_stop, bool(self._engine.finite()[slot])))
 
   def _token(self, job: Job, picked: Picked, column: int, slot: int) -> Token:
-    token = int(picked.token[slot, column])
-    wanted = slice(0, job.settings.logprobs)
-    ids, values = (each[slot, column, wanted].tolist() for each in (picked.top_ids, picked.top_logprobs))
+    token, top = int(picked.token[slot, column]), ()
+    if wanted := job.settings.logprobs:
+      arrays = (picked.top_ids, picked.top_logprobs)
+      top = tuple(zip(*(each[slot, column, :wanted].tolist() for each in arrays)))
     pieces = () if job.reader is None else tuple(job.reader.push(token))
-    return Token(token, float(picked.logprob[slot, column]), tuple(zip(ids, values)), pieces)
+    return Token(token, float(picked.logprob[slot, column]), top, pieces)
 
   def _count(self, ticket: Ticket, count: int) -> None:
     if not count:

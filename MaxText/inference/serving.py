@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
+from MaxText.inference.engine import Exported
 from MaxText.inference.prompts import Settings
 
 Reason = Literal["stop", "length", "cancelled", "deadline", "not_finite", "error", "shutdown"]
@@ -86,6 +87,35 @@ class Job:
   reader: Reader | None = None
   deadline: float | None = None
   arrived: float = dataclasses.field(default_factory=time.monotonic)
+
+
+@dataclasses.dataclass(eq=False)
+class Ticket:
+  """A job on its way; what `submit` returns and `cancel` takes.
+
+  Attributes:
+    job: what was asked.
+    number: order of arrival.
+    slot: where it runs, None while it waits.
+    rank: part of the data axis that holds its state, None while it waits.
+    read: prompt tokens that are in memory.
+    paused: its state, while it waits to go on.
+    token_count: tokens picked so far.
+    last_token: reading of `time.monotonic` at the last of them.
+    is_cancelled: nobody wants the answer any more.
+    ended: why it ended.
+  """
+
+  job: Job
+  number: int
+  slot: int | None = None
+  rank: int | None = None
+  read: int = 0
+  paused: Exported | None = None
+  token_count: int = 0
+  last_token: float | None = None
+  is_cancelled: bool = False
+  ended: Reason | None = None
 
 
 @dataclasses.dataclass(frozen=True)
