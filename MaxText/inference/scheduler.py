@@ -352,6 +352,7 @@ class Scheduler:
     ticket.ended, ticket.paused = reason, None
     seconds = time.monotonic() - ticket.job.arrived
     self._job_seconds = _REMEMBERED * self._job_seconds + (1 - _REMEMBERED) * seconds
+    self.snapshot = self._snapshot()
     self._observer.finished(reason, seconds)
     try:
       pieces = () if ticket.job.reader is None else tuple(ticket.job.reader.end(reason))
