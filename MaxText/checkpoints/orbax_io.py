@@ -42,6 +42,7 @@ from MaxText.configs.published import from_published
 from MaxText.configs.schema import Config
 from MaxText.kernels.mxfp4 import MxFp4, unpack
 from MaxText.models import registry
+from MaxText.models.adapters import merged
 from MaxText.models.kimi_k3 import KimiDecoder
 
 _ARRAYS = "params"
@@ -67,7 +68,7 @@ def save_orbax(
   """Saves the parameters of `model` and its configuration; the directory appears whole or not at all.
 
   Args:
-    model: scanned or unrolled, in any dtypes.
+    model: scanned or unrolled, in any dtypes; what adapters add is folded into its weights.
     directory: absent or empty, unless `overwrite`.
     manifest: how a published source stored its tensors, so that a later export restores its bytes.
     companions: directory to copy tokenizer and generation files from.
@@ -76,7 +77,7 @@ def save_orbax(
   Raises:
     CheckpointError: `directory` holds something, or cannot be written.
   """
-  tree, cfg = ParameterTree(model), model.cfg
+  tree, cfg = ParameterTree(merged(model)), model.cfg
   with staged(directory, overwrite, sum(array.nbytes for array in tree.values.values())) as folder:
     with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
       checkpointer.save(folder / _ARRAYS, args=ocp.args.StandardSave(_nested(tree.values)))

@@ -12,14 +12,17 @@ from jaxtyping import Array, Bool, Float, Int
 
 from MaxText.common import params
 from MaxText.configs.schema import Config
-from MaxText.kernels.grouped_matmul import grouped_mlp
-from MaxText.kernels.mxfp4 import BLOCK, MxFp4
+from MaxText.kernels.grouped_matmul import grouped_matmul, grouped_mlp
+from MaxText.kernels.mxfp4 import BLOCK, MxFp4, pack
 from MaxText.layers.cache import Row
 from MaxText.layers.mlp import Mlp
 from MaxText.layers.normalization import RMSNorm
 from MaxText.layers.projection import Projection
 from MaxText.layers.router import Router
 from MaxText.layers.situ import gated_activation
+
+EXPERT_MATRICES = ("w1", "w3", "w2")
+"""Gate, up and down, in the order in which the grouped product takes them."""
 
 
 class LatentMoe(nnx.Module):
@@ -75,9 +78,10 @@ class Experts(nnx.Module):
   def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
     E, L, F = cfg.num_experts, cfg.expert_input_dim, cfg.base_moe_mlp_dim
     self.cfg = cfg
-    narrow = (E, F, L), ("expert", "expert_mlp", "latent")
-    wide = (E, L, F), ("expert", "latent", "expert_mlp")
-    for name, (shape, axes) in {"w1": narrow, "w3": narrow, "w2": wide}.items():
+    for name in EXPERT_MATRICES:
+      down = name == "w2"
+      shape = (E, L, F) if down else (E, F, L)
+      axes = ("expert", "latent", "expert_mlp") if down else ("expert", "expert_mlp", "latent")
       if cfg.packs_experts:
         scale = params.Constant(_scale_byte(cfg.initializer_range))
         for part, inputs, init in (
@@ -122,12 +126,30 @@ class Experts(nnx.Module):
 
   def _rows(self, rows, group_sizes, row):
     """Outputs [M*A, L] of rows that are sorted by expert."""
-    weights = [self.weight(name) for name in ("w1", "w3", "w2")]
+    weights = [self.weight(name) for name in EXPERT_MATRICES]
     on_grid = self.cfg.mxfp4_qat and not self.cfg.packs_experts
+    layer = row
     if on_grid and row is not None:  # a stack in which one layer is rounded, not all of them each time
-      weights, row = [w[row] for w in weights], None
+      weights, layer = [w[row] for w in weights], None
     activation, impl = gated_activation(self.cfg), self.cfg.moe_impl
-    return grouped_mlp(rows, *weights, group_sizes, activation, layer=row, on_grid=on_grid, impl=impl)
+    if not any(hasattr(self, f"{name}_lora") for name in EXPERT_MATRICES):
+      return grouped_mlp(rows, *weights, group_sizes, activation, layer=layer, on_grid=on_grid, impl=impl)
+    if on_grid:  # frozen below the adapters
+      weights = [pack(w) for w in weights]
+
+    def product(x, name):
+      y = grouped_matmul(x, weights[EXPERT_MATRICES.index(name)], group_sizes, layer=layer, impl=impl)
+      adapter = getattr(self, f"{name}_lora", None)
+      return y if adapter is None else y + adapter(x, group_sizes, row, impl)
+
+    x = rows.astype(jnp.float32)  # as inside the fused product
+    return product(activation(product(x, "w1"), product(x, "w3")), "w2").astype(rows.dtype)
+
+  def matrix(self, name: str) -> tuple[tuple[int, ...], tuple[str | None, ...]]:
+    """Shape [.., E, out, in] and logical axes of one of the three stacks, packed or plain."""
+    held = getattr(self, f"{name}_packed" if self.cfg.packs_experts else name)
+    *shape, inputs = held.get_value().shape
+    return (*shape, 2 * inputs if self.cfg.packs_experts else inputs), held.get_metadata("axes")
 
   def weight(self, name: str) -> Float[Array, "*C E N K"] | MxFp4:
     """One of the three stacks of expert matrices, in the published orientation [.., E, out, in]."""

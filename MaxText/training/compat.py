@@ -68,20 +68,30 @@ PASSED_GROUPS = (
 )
 
 
-def require() -> None:
-  """Checks that maxtext is there, in the release that this file was written for, with every contract kept.
+def check_version() -> None:
+  """Checks that maxtext is there in the release that this file was written for; imports nothing of it.
 
   Raises:
-    ConfigError: it is absent, another release, or changed; the one message says what to install.
+    ConfigError: it is absent or another release; the message says what to install.
   """
   try:
     found = importlib.metadata.version("maxtext")
   except importlib.metadata.PackageNotFoundError:
     raise ConfigError(f"training needs maxtext {VERSION}, which is not installed: {INSTALL}") from None
-  broken = [f"it is {found}"] if found != VERSION else list(broken_contracts())
-  if broken:
+  if found != VERSION:
+    raise ConfigError(f"training needs maxtext {VERSION}, this is {found}: {INSTALL}")
+
+
+def require() -> None:
+  """Checks the version and every contract.
+
+  Raises:
+    ConfigError: as `check_version`, or the installed package is not the one that was released.
+  """
+  check_version()
+  if broken := list(broken_contracts()):
     more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
-    raise ConfigError(f"training needs maxtext {VERSION} as released; {broken[0]}{more}: {INSTALL}")
+    raise ConfigError(f"training needs maxtext {VERSION} as released, but {broken[0]}{more}: {INSTALL}")
 
 
 def broken_contracts() -> Iterator[str]:

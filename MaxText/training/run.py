@@ -78,6 +78,7 @@ def train(
   _check_length(cfg, _row_length(options))
   directory = Path(options.base_output_directory, options.run_name or cfg.model_name).absolute()
   documents = _documents(options) if chat is None else _chats(options, *chat)
+  compat.require()
   keys = maxtext_keys(cfg, options, directory) | dict(passed)
   config = compat.build_config(cfg, keys)
   if config.enable_checkpointing:
@@ -283,7 +284,7 @@ def _parts(cfg, options, config, documents, tokenizer, progress) -> compat.Parts
     else:
       threads = options.grain_worker_count
       datasets[key] = packed(found, tokenizer, cfg.eos_token_id, threads=threads, **form)
-  tokens = config.per_device_batch_size * config.max_target_length
+  tokens = config.per_device_batch_size * config.gradient_accumulation_steps * config.max_target_length
   return compat.Parts(
     model=lambda mesh, rngs: TrainedDecoder(cfg, mesh, rngs=rngs),
     after_step=lambda model: {"moe/busiest_expert": model.balance_routers(options.routed_bias_update_rate)},
