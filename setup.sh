@@ -71,7 +71,7 @@ install() {
     "$base" -m venv --clear "$venv"
   fi
   rm -f "$venv/.installed-$1"
-  echo "setup.sh: installing into $venv (once: 1 GB, a minute or more)" >&2
+  echo "setup.sh: installing into $venv (once: 1 to 2 GB, some minutes)" >&2
   # editable: the checkout is what runs, and on a case-insensitive disk it never meets a package named maxtext
   output=$("$python" -m pip install --disable-pip-version-check --editable "$2" 2>&1) ||
     fail "the installation failed:"$'\n'"$output"

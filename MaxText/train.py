@@ -87,7 +87,7 @@ def train_command(arguments: list[str], usage: str, help_text: str, schema: type
   cfg, options = loader.load_command(config, ours, schema)
   from MaxText.training import compat
 
-  compat.require()
+  compat.check_version()
   passed = _passed(others)
   _train(config, cfg, options, passed)
   return 0

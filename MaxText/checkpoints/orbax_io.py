@@ -21,6 +21,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from MaxText.checkpoints.directory import (
+  LORA_KEYS,
   ORBAX_FILE,
   RUN_FILE,
   RUN_PREFIXES,
@@ -42,6 +43,7 @@ from MaxText.configs.published import from_published
 from MaxText.configs.schema import Config
 from MaxText.kernels.mxfp4 import MxFp4, unpack
 from MaxText.models import registry
+from MaxText.models.adapters import merged
 from MaxText.models.kimi_k3 import KimiDecoder
 
 _ARRAYS = "params"
@@ -67,7 +69,7 @@ def save_orbax(
   """Saves the parameters of `model` and its configuration; the directory appears whole or not at all.
 
   Args:
-    model: scanned or unrolled, in any dtypes.
+    model: scanned or unrolled, in any dtypes; what adapters add is folded into its weights.
     directory: absent or empty, unless `overwrite`.
     manifest: how a published source stored its tensors, so that a later export restores its bytes.
     companions: directory to copy tokenizer and generation files from.
@@ -76,7 +78,7 @@ def save_orbax(
   Raises:
     CheckpointError: `directory` holds something, or cannot be written.
   """
-  tree, cfg = ParameterTree(model), model.cfg
+  tree, cfg = ParameterTree(merged(model)), model.cfg
   with staged(directory, overwrite, sum(array.nbytes for array in tree.values.values())) as folder:
     with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
       checkpointer.save(folder / _ARRAYS, args=ocp.args.StandardSave(_nested(tree.values)))
@@ -108,6 +110,9 @@ def restore_orbax(
   stored_cfg, manifest = _read_about(home, cfg, RUN_FILE if run else ORBAX_FILE)
   stored = ParameterTree(registry.abstract(stored_cfg))
   cfg = stored_experts(cfg, stored_cfg.packs_experts)
+  cfg = cfg.model_copy(
+    update={key: getattr(stored_cfg, key) for key in LORA_KEYS}
+  )  # adapters are part of a run
   tree = ParameterTree(registry.abstract(cfg))
   if callable(mesh_shardings):
     mesh_shardings = mesh_shardings(tree.model)
@@ -223,7 +228,8 @@ def _read_about(directory: Path, cfg: Config, name: str) -> tuple[Config, Manife
   if differing:
     raise CheckpointError(f"{directory}: checkpoint of another architecture: {'; '.join(differing[:5])}")
   manifest = about["manifest"] and Manifest.from_json(json.dumps(about["manifest"]))
-  return stored.model_copy(update=about["layout"]), manifest
+  layout = {key: tuple(value) if isinstance(value, list) else value for key, value in about["layout"].items()}
+  return stored.model_copy(update={"lora_rank": 0} | layout), manifest
 
 
 def _pieces(tree: ParameterTree, stored: ParameterTree) -> dict[str, list[Piece]]:

@@ -24,6 +24,7 @@ from MaxText.checkpoints.reader import DTYPES, INDEX_FILE, SINGLE_FILE
 from MaxText.checkpoints.staging import staged
 from MaxText.configs.schema import Config
 from MaxText.kernels.mxfp4 import MxFp4, pack, unpack
+from MaxText.models.adapters import merged
 from MaxText.models.kimi_k3 import KimiDecoder
 
 _STORED_AS = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
@@ -45,7 +46,7 @@ def save_published(
   """Writes `config.json` and safetensors that any loader of the published models reads.
 
   Args:
-    model: the decoder, scanned or unrolled.
+    model: the decoder, scanned or unrolled; what adapters add is folded into its weights.
     cfg: its configuration; `published_extra` brings back the keys that the model does not read.
     directory: absent or empty, unless `overwrite`. Appears whole or not at all.
     manifest: how the source stored its tensors (`load(...).manifest`); with it and unchanged weights every
@@ -86,7 +87,7 @@ class _Export:
   """
 
   def __init__(self, model: KimiDecoder, cfg: Config, manifest: Manifest | None, weight_dtype: str | None):
-    self.cfg, self.tree = cfg, ParameterTree(model)
+    self.cfg, self.tree = cfg, ParameterTree(merged(model))
     self.manifest = manifest or Manifest.published(cfg)
     self.metadata = self.manifest.metadata
     self._weight_dtype = _STORED_AS[np.dtype(weight_dtype)] if weight_dtype else None

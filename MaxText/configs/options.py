@@ -39,6 +39,7 @@ class DecodeOptions(MeshOptions):
   """What `python -m MaxText.decode` does with a model."""
 
   checkpoint: MaybePath
+  adapters: MaybePath
   prompt: str | None
   prompt_ids: tuple[int, ...] | None
   prompts_file: MaybePath
@@ -64,8 +65,37 @@ class DecodeOptions(MeshOptions):
 class ConvertOptions(Options):
   """What `python -m MaxText.convert` does with a checkpoint."""
 
+  adapters: MaybePath
   overwrite: bool
   max_shard_bytes: int = Field(gt=0)
+
+
+class ServeOptions(Options):
+  """What `python -m MaxText.serve` does with a model."""
+
+  checkpoint: MaybePath
+  seed: int = Field(ge=0)
+  max_target_length: int | None = Field(gt=1)
+  prefill_chunk: int = Field(gt=0)
+  host: str = Field(min_length=1)
+  port: int = Field(ge=0, le=65535)
+  api_key: str | None = Field(min_length=1)
+  api_key_file: MaybePath
+  served_model_name: str | None = Field(min_length=1)
+  slots: int = Field(gt=0)
+  pages: int | None = Field(gt=0)
+  page_size: int = Field(gt=0)
+  steps_per_round: int = Field(gt=0, le=4096)
+  queue_limit: int = Field(gt=0)
+  request_seconds: float = Field(gt=0)
+  drain_seconds: float = Field(ge=0)
+  max_body_bytes: int = Field(gt=0)
+
+  @model_validator(mode="after")
+  def _one_key(self) -> "ServeOptions":
+    if self.api_key is not None and self.api_key_file is not None:
+      raise ValueError("api_key: excludes api_key_file; give one")
+    return self
 
 
 class TrainOptions(Options):
@@ -125,4 +155,10 @@ class SftOptions(TrainOptions):
   thinking_effort: Literal["low", "high", "max"] | None
 
 
-COMMANDS: tuple[type[Options], ...] = (DecodeOptions, ConvertOptions, TrainOptions, SftOptions)
+COMMANDS: tuple[type[Options], ...] = (
+  DecodeOptions,
+  ConvertOptions,
+  TrainOptions,
+  SftOptions,
+  ServeOptions,
+)

@@ -92,6 +92,10 @@ class Config(BaseModel):
   weight_dtype: DTypeName | None = None  # None: same as dtype
   scan_layers: bool | Literal["auto"] = "auto"
   remat_policy: RematPolicy = "none"
+  lora_rank: int = Field(default=0, ge=0)  # 0: no adapters
+  lora_alpha: float = Field(default=16.0, gt=0)
+  lora_targets: tuple[str, ...] = ("self_attn",)
+  lora_experts: Literal["shared_a", "per_expert"] = "shared_a"
   expert_weights: Literal["packed", "dequantized"] = "packed"
   mxfp4_qat: bool = False
   kda_impl: Literal["auto", "reference", "chunked", "step"] = "auto"

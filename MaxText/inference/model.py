@@ -242,7 +242,7 @@ def prepare(
   requests = make_requests(prompts, settings, tokenizer, cfg.vocab_size, context)
   capacity = _capacity(requests, options.prefill_chunk, options.max_target_length)
   memory.check_fits(cfg, len(batches(len(requests))[0]), capacity)
-  decoder, words = weights.read_decoder(cfg, source, options.seed, layout)
+  decoder, words = weights.read_decoder(cfg, source, options.seed, options.adapters, layout)
   if layout is not None:
     print(describe_layout(layout, decoder), file=sys.stderr)
   model = Model(

@@ -63,12 +63,13 @@ class GatedLatentAttention(nnx.Module):
     q = self._queries(x)
     latent = self._latents(x)
     memory = None if cache is None else cache.read(row)
+    k_up, v_up = self._expansions()
     out = mla(
       q[..., :N],
       q[..., N:],
       latent,
-      self.k_up[...].astype(x.dtype),
-      self.v_up[...].astype(x.dtype),
+      k_up.astype(x.dtype),
+      v_up.astype(x.dtype),
       prefix=memory and (memory.pages, memory.length),
       segment_ids=segment_ids,
       scale=(N + P) ** -0.5,
@@ -78,6 +79,22 @@ class GatedLatentAttention(nnx.Module):
     if cfg.mla_use_output_gate:
       out = out * jax.nn.sigmoid(self.g_proj(x))
     return self.o_proj(out), cache and cache.write(row, memory.append(latent, segment_ids))
+
+  def _expansions(self) -> tuple[Float[Array, "H N R"], Float[Array, "H V R"]]:
+    """Latent to keys [H, N, R] and to values [H, V, R], with an adapter's change: every form reads these."""
+    k_up, v_up = self.k_up[...], self.v_up[...]
+    if not hasattr(self, "kv_b_lora"):
+      return k_up, v_up
+    keys, values = self.split_heads(self.kv_b_lora.change())
+    return k_up + keys, v_up + values
+
+  def split_heads(
+    self, kv_b: Float[Array, "*C HNV R"]
+  ) -> tuple[Float[Array, "*C H N R"], Float[Array, "*C H V R"]]:
+    """Splits rows in the published order, kv_b [..., H*(N+V), R], into key and value rows of each head."""
+    H, N, V = self.cfg.base_num_query_heads, self.cfg.qk_nope_head_dim, self.cfg.v_head_dim
+    rows = kv_b.reshape(*kv_b.shape[:-2], H, N + V, kv_b.shape[-1])
+    return rows[..., :N, :], rows[..., N:, :]
 
   def _queries(self, x: Float[Array, "B T D"]) -> Float[Array, "B T H NP"]:
     """Per-head queries [B, T, H, N+P]; the last P channels are matched against the shared tail."""

@@ -13,7 +13,7 @@ PROJECTED = "projected"
 
 
 class Projection(nnx.Module):
-  """y = x W^T with W stored as published, [out, in]."""
+  """y = x W^T with W stored as published, [out, in]; plus what an adapter `lora` adds, if one hangs here."""
 
   def __init__(
     self, cfg: Config, width_in: int, width_out: int, axes: tuple[str | None, str | None], *, rngs: nnx.Rngs
@@ -25,7 +25,8 @@ class Projection(nnx.Module):
 
   def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B O"]:
     """Projects x [..., D] to [..., O] in x.dtype."""
-    return project(x, self.weight[...])
+    y = project(x, self.weight[...])
+    return y + self.lora(x) if hasattr(self, "lora") else y
 
 
 def project(x: Float[Array, "*B D"], weight: Float[Array, "O D"]) -> Float[Array, "*B O"]:

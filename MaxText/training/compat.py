@@ -68,20 +68,30 @@ PASSED_GROUPS = (
 )
 
 
-def require() -> None:
-  """Checks that maxtext is there, in the release that this file was written for, with every contract kept.
+def check_version() -> None:
+  """Checks that maxtext is there in the release that this file was written for; imports nothing of it.
 
   Raises:
-    ConfigError: it is absent, another release, or changed; the one message says what to install.
+    ConfigError: it is absent or another release; the message says what to install.
   """
   try:
     found = importlib.metadata.version("maxtext")
   except importlib.metadata.PackageNotFoundError:
     raise ConfigError(f"training needs maxtext {VERSION}, which is not installed: {INSTALL}") from None
-  broken = [f"it is {found}"] if found != VERSION else list(broken_contracts())
-  if broken:
+  if found != VERSION:
+    raise ConfigError(f"training needs maxtext {VERSION}, this is {found}: {INSTALL}")
+
+
+def require() -> None:
+  """Checks the version and every contract.
+
+  Raises:
+    ConfigError: as `check_version`, or the installed package is not the one that was released.
+  """
+  check_version()
+  if broken := list(broken_contracts()):
     more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
-    raise ConfigError(f"training needs maxtext {VERSION} as released; {broken[0]}{more}: {INSTALL}")
+    raise ConfigError(f"training needs maxtext {VERSION} as released, but {broken[0]}{more}: {INSTALL}")
 
 
 def broken_contracts() -> Iterator[str]:
@@ -296,6 +306,7 @@ def _step(parts: Parts) -> Callable:
 
   def train_step(model, config, state_shardings, params_shardings, state, data, dropout_rng=None):
     bad: dict[str, jax.Array] = {}
+    before = jax.tree.leaves(state)  # the merged module shares the variables of `state` and changes them
 
     def watched(raw_grads, state, clipping_threshold):
       for path, grad in nnx.to_flat_state(raw_grads):
@@ -314,8 +325,9 @@ def _step(parts: Parts) -> Callable:
     merged = nnx.merge(model, new)
     scalars |= parts.after_step(merged.model)
     new = nnx.state(merged, nnx.Not(nnx.Intermediate))
-    new = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state)
-    return new, metrics | {"finite": finite, "bad_gradients": bad}
+    after, structure = jax.tree.flatten(new)
+    kept = [jnp.where(finite, *pair) for pair in zip(after, before, strict=True)]
+    return jax.tree.unflatten(structure, kept), metrics | {"finite": finite, "bad_gradients": bad}
 
   return train_step
 

@@ -15,7 +15,15 @@ import jax
 import numpy as np
 from flax import nnx
 
-from MaxText.checkpoints.directory import RUN_FILE, read_orbax_file, write_companions, write_orbax_file
+from MaxText.checkpoints.adapters import save_adapters
+from MaxText.checkpoints.directory import (
+  RUN_FILE,
+  kind,
+  read_orbax_file,
+  run_checkpoint,
+  write_companions,
+  write_orbax_file,
+)
 from MaxText.checkpoints.layout import ParameterTree
 from MaxText.checkpoints.load import load_params
 from MaxText.checkpoints.reader import read_json
@@ -25,6 +33,7 @@ from MaxText.configs.counts import count
 from MaxText.configs.options import TrainOptions
 from MaxText.configs.published import from_published
 from MaxText.configs.schema import Config
+from MaxText.models.adapters import merged
 from MaxText.tokenizers.chat.formats import ChatFormat
 from MaxText.tokenizers.chat.options import ChatOptions
 from MaxText.tokenizers.kimi import KimiTokenizer
@@ -40,6 +49,7 @@ AXIS_RULES = [["expert", "expert"], ["expert_mlp", ["tensor"]], ["latent", []], 
 _SAMPLE = (
   "def main(argv): return 12345  # naïve café, 尼罗河 and the rest of it\n"  # tells vocabularies apart
 )
+ADAPTERS_FILE = "adapters.safetensors"  # beside config.json, when a run that trains adapters has ended
 ROW_LENGTH = 256  # tokens, unless max_target_length says otherwise
 
 
@@ -78,15 +88,19 @@ def train(
   _check_length(cfg, _row_length(options))
   directory = Path(options.base_output_directory, options.run_name or cfg.model_name).absolute()
   documents = _documents(options) if chat is None else _chats(options, *chat)
+  compat.require()
   keys = maxtext_keys(cfg, options, directory) | dict(passed)
   config = compat.build_config(cfg, keys)
   if config.enable_checkpointing:
     _prepare(directory, cfg, companions)
+  _check_adapters(cfg, options, directory)
   progress = Progress(config.steps, config.global_batch_size_to_train_on * config.max_target_length)
   try:
     compat.run(config, _parts(cfg, options, config, documents, tokenizer, progress))
   finally:
     progress.close()
+  if cfg.lora_rank and config.enable_checkpointing:
+    save_adapters(load_params(directory, cfg, progress=False), cfg, directory / ADAPTERS_FILE)
   return directory
 
 
@@ -203,6 +217,8 @@ def _prepare(directory: Path, cfg: Config, companions: Path | None) -> None:
       if layout[key] != now:
         raise CheckpointError(f"{directory}: {key} is {layout[key]} in this run, {now} now")
     return
+  if kind(directory):
+    raise CheckpointError(f"{directory}: holds a checkpoint and no run; give another run_name")
   try:
     directory.mkdir(parents=True, exist_ok=True)
     write_companions(directory, cfg, companions)
@@ -283,10 +299,12 @@ def _parts(cfg, options, config, documents, tokenizer, progress) -> compat.Parts
     else:
       threads = options.grain_worker_count
       datasets[key] = packed(found, tokenizer, cfg.eos_token_id, threads=threads, **form)
-  tokens = config.per_device_batch_size * config.max_target_length
+  # where adapters are trained, everything else is frozen, and so are the router biases
+  balance = 0.0 if cfg.lora_rank else options.routed_bias_update_rate
+  tokens = config.per_device_batch_size * config.gradient_accumulation_steps * config.max_target_length
   return compat.Parts(
     model=lambda mesh, rngs: TrainedDecoder(cfg, mesh, rngs=rngs),
-    after_step=lambda model: {"moe/busiest_expert": model.balance_routers(options.routed_bias_update_rate)},
+    after_step=lambda model: {"moe/busiest_expert": model.balance_routers(balance)},
     train_data=datasets["grain_train_files"],
     eval_data=datasets["grain_eval_files"],
     initial_weights=lambda abstract: _initial_weights(cfg, options.checkpoint),
@@ -298,11 +316,18 @@ def _parts(cfg, options, config, documents, tokenizer, progress) -> compat.Parts
   )
 
 
+def _check_adapters(cfg: Config, options: TrainOptions, directory: Path) -> None:
+  """Refuses adapters of weights that are random, and those of a run that went without them."""
+  if cfg.lora_rank and options.checkpoint is None and run_checkpoint(directory) is None:
+    raise ConfigError("lora_rank: adapters need weights to adapt; name them: checkpoint=DIR")
+
+
 def _initial_weights(cfg: Config, checkpoint: str | None) -> dict | None:
   """Weights of a checkpoint as the nested dictionaries that maxtext overlays, or None to keep drawn ones."""
   if checkpoint is None:
     return None
-  tree = ParameterTree(load_params(checkpoint, cfg))
+  # adapters of an earlier run become part of the weights that new ones start from
+  tree = ParameterTree(merged(load_params(checkpoint, cfg.model_copy(update={"lora_rank": 0}))))
   nested: dict = {}
   for path, array in tree.values.items():
     *parents, name = (int(key) if key.isdigit() else key for key in ("decoder." + path).split("."))

@@ -47,7 +47,7 @@ def test_forward_in_training_equals_the_packed_export(k3_directory, tmp_path):
 
 
 def test_a_stack_of_experts_rounds_the_layer_in_use():
-  cfg = k3_config(**TRAINING)
+  cfg = k3_config(**TRAINING, expert_quantization="mxfp4")
   layers = [Experts(cfg, rngs=nnx.Rngs(seed)) for seed in (0, 1)]
   stack = Experts(cfg, rngs=nnx.Rngs(2))
   for name in ("w1", "w3", "w2"):
