@@ -15,7 +15,7 @@ from flax import nnx
 from MaxText.inference.decode_loop import DecodeLoop, padded
 from MaxText.inference.sampling import rows
 from MaxText.models.sharding import build_layout, parameter_shardings
-from tests.kernels.compilation import quick_jit
+from tests.kernels.compilation import compiling_quickly, quick_jit
 from tests.models.conftest import IDS, load
 from tests.models.test_sharding import mesh_config
 from tests.reference.generator import k3_config_json, write_checkpoint
@@ -121,11 +121,7 @@ def greedy(model):
 
 @pytest.fixture(scope="module")
 def quick_programs():
-  """Compiles the loop's programs with less time in LLVM, as `quick_jit` does: each of them runs once."""
-  usual = jax.stages.Lowered.compile
-  with pytest.MonkeyPatch.context() as patch:
-    options = {"xla_backend_optimization_level": 0}
-    patch.setattr(jax.stages.Lowered, "compile", lambda self: usual(self, compiler_options=options))
+  with compiling_quickly():
     yield
 
 
