@@ -23,8 +23,8 @@ RANK = dict(lora_rank=4, lora_alpha=8.0)
 
 def adapted(directory, targets=EVERYTHING, *, start=False, **ours):
   """A loaded decoder with adapters; their B are moved off 0 unless `start`."""
-  model = load(directory, lora_targets=targets, **RANK, **ours)
-  attach(model, model.cfg, nnx.Rngs(1))
+  model = load(directory, **ours)
+  attach(model, model.cfg.model_copy(update=dict(lora_targets=targets, **RANK)), nnx.Rngs(1))
   return model if start else moved(model)
 
 
@@ -67,7 +67,7 @@ def assert_logits_equal(got, want):
 def test_adapters_are_the_identity_at_the_start_and_merged_equals_hanging_on(
   k3_plain_directory, on, adapted_program, logits
 ):
-  bare = load(k3_plain_directory, lora_targets=EVERYTHING, **RANK)
+  bare = load(k3_plain_directory)
   bare_program = program(bare)
   want = bare_program(nnx.state(bare), *row(ids(0)))
   start = nnx.state(adapted(k3_plain_directory, start=True))
