@@ -39,7 +39,7 @@ from MaxText.training.chat_rows import Chats, find_chats, packed_chats
 from MaxText.training.documents import Documents, find_documents
 from MaxText.training.model import TrainedDecoder
 from MaxText.training.optimizer import NOT_DECAYED, muon_dimensions
-from MaxText.training.progress import Progress
+from MaxText.training.progress import Progress, Record
 
 # axis names of our parameters that maxtext's own rules lack, and the mesh axes that they are split over
 AXIS_RULES = [["expert", "expert"], ["expert_mlp", ["tensor"]], ["latent", []], ["head_dim", []]]
@@ -89,9 +89,10 @@ def train(
   config = compat.build_config(cfg, keys)
   if config.enable_checkpointing:
     _prepare(directory, cfg, companions)
+  record = Record(directory / "metrics.jsonl" if config.enable_checkpointing else None)
   progress = Progress(config.steps, config.global_batch_size_to_train_on * config.max_target_length)
   try:
-    compat.run(config, _parts(cfg, options, config, documents, tokenizer, progress))
+    compat.run(config, _parts(cfg, options, config, documents, tokenizer, progress, record))
   finally:
     progress.close()
   return directory
@@ -104,7 +105,6 @@ def maxtext_keys(cfg: Config, options: TrainOptions, directory: Path) -> dict[st
     **_architecture_keys(cfg),
     "run_name": directory.name,
     "base_output_directory": str(directory.parent),
-    "metrics_file": str(directory / "metrics.jsonl") if options.enable_checkpointing else "",
     "log_config": False,
     "hardware": hardware,
     "skip_jax_distributed_system": hardware == "cpu",
@@ -275,7 +275,7 @@ def packed(
 # --- parts of the loop --------------------------------------------------------------------------------------
 
 
-def _parts(cfg, options, config, documents, tokenizer, progress) -> compat.Parts:
+def _parts(cfg, options, config, documents, tokenizer, progress, record) -> compat.Parts:
   datasets = {key: None for key in ("grain_train_files", "grain_eval_files")}
   for key, found in documents.items():
     training = key == "grain_train_files"
@@ -302,6 +302,7 @@ def _parts(cfg, options, config, documents, tokenizer, progress) -> compat.Parts
     muon=muon_dimensions,
     tflops=6 * count(cfg).active * tokens / 1e12,
     on_step=lambda step, scalars: progress.step(step, float(scalars["learning/lm_loss"])),
+    on_metrics=record,
     on_stop=_stop,
     on_end=lambda steps: print(f"the data ended after {steps} steps", file=sys.stderr),
   )
