@@ -105,6 +105,7 @@ def _in_stored_dtype(cfg: Config, source: str) -> Config:
 
 def _write_checkpoint(source: str, cfg: Config, target: Path, options: ConvertOptions, casts: bool) -> None:
   """Reads `source` and writes the other form; `casts` writes matrices in cfg's type, not the stored one."""
+  from MaxText.checkpoints.adapters import load_adapters
   from MaxText.checkpoints.directory import home, kind
   from MaxText.checkpoints.load import load
   from MaxText.checkpoints.orbax_io import save_orbax
@@ -120,7 +121,9 @@ def _write_checkpoint(source: str, cfg: Config, target: Path, options: ConvertOp
   check_writable(target, options.overwrite)  # before hours of reading
   loaded: Loaded = load(source, cfg)
   print(loaded.report, file=sys.stderr)
-  if kind(source) == "published":
+  if options.adapters is not None:
+    load_adapters(loaded.model, options.adapters)  # either writer folds them into the weights
+  if kind(source) == "published" and options.adapters is None:
     save_orbax(loaded.model, target, manifest=loaded.manifest, companions=source, overwrite=options.overwrite)
   else:
     save_published(

@@ -5,7 +5,7 @@
     python scripts/train_tiny.py RUN --plot PICTURE.png    draw the loss curve (needs matplotlib)
 
 Weights are float32. The routed experts go through the MXFP4 grid in every forward pass and their gradients
-straight through it, so the packed file computes what was trained.
+straight through it (`mxfp4_qat`), so the packed file computes what was trained.
 
 Dims: N rows of data, B of a step, T tokens of a row, E experts. Source: spec 2.10 (initial values), 2.7.
 """
@@ -29,7 +29,6 @@ from MaxText.checkpoints.layout import ParameterTree
 from MaxText.checkpoints.load import load_params
 from MaxText.checkpoints.write import save_published
 from MaxText.configs import loader
-from MaxText.kernels.mxfp4 import pack, unpack
 from MaxText.models import registry
 from MaxText.tokenizers.kimi import KimiTokenizer
 from MaxText.tokenizers.training import standard_library
@@ -89,15 +88,6 @@ def optimizer(shapes: dict, steps: int, rate: float, adam_rate: float):
   )
 
 
-def on_grid(params: dict) -> dict:
-  """Rounds the routed experts to MXFP4, invisibly to the gradient."""
-
-  def rounded(w):
-    return w + jax.lax.stop_gradient(unpack(pack(jax.lax.stop_gradient(w)), jnp.float32) - w)
-
-  return {path: rounded(w) if ".experts." in path else w for path, w in params.items()}
-
-
 def count_picks(moe, picks: list) -> None:
   """Makes the router of `moe` append the tokens that it gives to each expert, [E], to `picks`."""
   gate = moe.gate
@@ -116,7 +106,7 @@ def train_step(tree, update, state, ids, segments):
   params, memory = state
 
   def mean_loss(params):
-    decoder, picks = tree.merge(on_grid(params)), []
+    decoder, picks = tree.merge(params), []
     for layer in decoder.layers:
       if hasattr(layer, "block_sparse_moe"):
         count_picks(layer.block_sparse_moe, picks)
@@ -212,7 +202,7 @@ def main() -> None:
   if args.plot:
     plot(args)
     return
-  cfg = loader.load(MODEL, ["expert_weights=dequantized", "scan_layers=false"])
+  cfg = loader.load(MODEL, ["expert_weights=dequantized", "mxfp4_qat=true", "scan_layers=false"])
   export(cfg, args) if args.export else train(cfg, args)
 
 

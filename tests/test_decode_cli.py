@@ -7,14 +7,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from flax import nnx
 
 import MaxText
 from MaxText import decode
+from MaxText.checkpoints.adapters import save_adapters
 from MaxText.checkpoints.load import load_params
 from MaxText.checkpoints.orbax_io import save_orbax
 from MaxText.configs import loader
 from MaxText.configs.options import DecodeOptions
 from MaxText.inference.model import Model
+from MaxText.models.adapters import attach
 from MaxText.tokenizers.registry import load_tokenizer
 from tests.locations import ORACLE
 from tests.reference.generator import k3_config_json, write_checkpoint
@@ -152,6 +155,24 @@ def test_without_a_checkpoint_random_weights_are_said_in_plain_sight(run, checkp
   status, out, err = run(tmp_path, "prompt_ids=5,7", *ARGS)
   assert status == 0 and len(out.split(",")) == 12
   assert "WARNING: random weights" in err and "weights: random weights" in err.splitlines()[-1]
+
+
+def test_adapters_of_packed_experts_and_of_attention_change_the_answer(answers, checkpoint, tmp_path):
+  """Folded into plain experts, or beside packed ones: the same tokens either way."""
+  cfg = loader.load(checkpoint, ["lora_rank=2", "lora_targets=self_attn,experts"])
+  model = load_params(checkpoint, cfg, progress=False)
+  attach(model, cfg, nnx.Rngs(0))
+  state = nnx.state(model, nnx.LoRAParam)
+  for _, variable in nnx.to_flat_state(state):
+    variable.set_value(variable[...] + 0.05)
+  nnx.update(model, state)
+  file = tmp_path / "adapter.safetensors"
+  save_adapters(model, cfg, file)
+  bare, packed, plain = (
+    answers(checkpoint, "prompt=x", *ARGS, *more)[0]["token_ids"]
+    for more in ([], [f"adapters={file}"], [f"adapters={file}", "expert_weights=dequantized"])
+  )
+  assert packed == plain != bare
 
 
 def test_an_orbax_checkpoint_gives_the_same_answer(answers, checkpoint, tmp_path):

@@ -15,6 +15,7 @@ from flax import nnx
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from MaxText.checkpoints.directory import LORA_KEYS
 from MaxText.checkpoints.layout import ParameterTree
 from MaxText.common.errors import CheckpointError
 from MaxText.configs.comparison import architecture_differences
@@ -25,7 +26,6 @@ from MaxText.models import adapters
 from MaxText.models.kimi_k3 import KimiDecoder
 
 _FORMAT = "maxtext-kimi-lora-1"
-_KEYS = ("lora_rank", "lora_alpha", "lora_targets", "lora_experts")
 
 
 def save_adapters(decoder: KimiDecoder, cfg: Config, path: str | Path) -> None:
@@ -43,7 +43,7 @@ def save_adapters(decoder: KimiDecoder, cfg: Config, path: str | Path) -> None:
   tensors = {name: np.asarray(value) for name, value in _shares(decoder).items()}
   if not tensors:
     raise CheckpointError(f"{path}: this decoder has no adapters to save")
-  about = {key: getattr(cfg, key) for key in _KEYS} | {"config": to_published(cfg)}
+  about = {key: getattr(cfg, key) for key in LORA_KEYS} | {"config": to_published(cfg)}
   partial = path.with_name(f"{path.name}.partial")
   try:
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ def load_adapters(decoder: KimiDecoder, path: str | Path) -> Config:
   if differing := architecture_differences(stored, decoder.cfg):
     named = "; ".join(f"{key} {theirs} there, {ours} here" for key, theirs, ours in differing[:4])
     raise CheckpointError(f"{path}: adapters of another architecture: {named}")
-  keys = {key: tuple(about[key]) if key == "lora_targets" else about[key] for key in _KEYS}
+  keys = {key: tuple(about[key]) if key == "lora_targets" else about[key] for key in LORA_KEYS}
   cfg = decoder.cfg.model_copy(update=keys)
   if not adapters.has_adapters(decoder):
     adapters.attach(decoder, cfg, nnx.Rngs(0))

@@ -13,6 +13,8 @@ from MaxText.configs.schema import Config
 ORBAX_FILE = "orbax_checkpoint.json"  # written last, so its presence says that the checkpoint is whole
 ORBAX_FORMAT = 1
 _ORBAX_LAYOUT = {"scan_layers", "expert_weights", "dtype", "weight_dtype"}
+# keys that say which adapters a checkpoint of a fine-tuning run holds beside its weights
+LORA_KEYS = ("lora_rank", "lora_alpha", "lora_targets", "lora_experts")
 RUN_FILE = "run.json"  # beside config.json in the directory of a training run
 RUN_STEPS = "checkpoints"  # one folder a step below it
 RUN_PREFIXES = ("params.params.decoder.", "nnx_aux.model.decoder.")  # weights in a checkpoint of maxtext
@@ -65,6 +67,8 @@ def write_orbax_file(directory: Path, name: str, cfg: Config, manifest: dict[str
   """Writes how the tree of `cfg` is laid out: scanned or not, experts packed or not, and the dtypes."""
   layout = {"scan_layers": cfg.scan_layers, "expert_weights": cfg.expert_weights}
   layout |= {"dtype": cfg.dtype, "weight_dtype": cfg.parameter_dtype}
+  if cfg.lora_rank:
+    layout |= {key: getattr(cfg, key) for key in LORA_KEYS}
   about = {"format": ORBAX_FORMAT, "layout": layout, "manifest": manifest}
   (directory / name).write_text(json.dumps(about) + "\n", encoding="utf-8")
 
@@ -97,7 +101,7 @@ def read_orbax_file(directory: Path, name: str = ORBAX_FILE) -> dict[str, Any]:
   if written != ORBAX_FORMAT:
     raise CheckpointError(f"{path}: format {written}, expected {ORBAX_FORMAT}")
   layout = about.get("layout")
-  if not isinstance(layout, dict) or layout.keys() != _ORBAX_LAYOUT or "manifest" not in about:
+  if not isinstance(layout, dict) or layout.keys() - {*LORA_KEYS} != _ORBAX_LAYOUT or "manifest" not in about:
     raise CheckpointError(f"{path}: expected manifest, and layout with {', '.join(sorted(_ORBAX_LAYOUT))}")
   return about
 

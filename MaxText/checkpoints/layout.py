@@ -16,12 +16,13 @@ class ParameterTree:
   """The parameters of one decoder by dotted path, e.g. `cycles.0.self_attn.q_proj.weight`.
 
   Attributes:
+    model: the decoder itself.
     plan: how the depth is split.
     values: path -> array (or `jax.ShapeDtypeStruct` of an abstract model).
   """
 
   def __init__(self, model: KimiDecoder):
-    self.plan = model.plan
+    self.model, self.plan = model, model.plan
     self._graph, state = nnx.split(model)
     self._variables = {".".join(map(str, keys)): (keys, var) for keys, var in nnx.to_flat_state(state)}
     self.values = {path: variable.get_value() for path, (_, variable) in self._variables.items()}

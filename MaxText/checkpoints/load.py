@@ -47,8 +47,9 @@ def load(
     wanted = f"{SINGLE_FILE}, {INDEX_FILE} (published) or {ORBAX_FILE} (Orbax)"
     raise CheckpointError(f"{directory}: no whole checkpoint: expected {wanted}")
   else:
+    base = cfg.model_copy(update={"lora_rank": 0})  # a published directory has no adapters
     loaded = load_published(
-      directory, cfg, mesh_shardings=mesh_shardings, progress=progress, a_log_padding=a_log_padding
+      directory, base, mesh_shardings=mesh_shardings, progress=progress, a_log_padding=a_log_padding
     )
   _LOGGER.info("%s", loaded.report)
   return loaded

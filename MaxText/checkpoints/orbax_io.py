@@ -21,6 +21,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from MaxText.checkpoints.directory import (
+  LORA_KEYS,
   ORBAX_FILE,
   RUN_FILE,
   RUN_PREFIXES,
@@ -109,7 +110,12 @@ def restore_orbax(
   stored_cfg, manifest = _read_about(home, cfg, RUN_FILE if run else ORBAX_FILE)
   stored = ParameterTree(registry.abstract(stored_cfg))
   cfg = stored_experts(cfg, stored_cfg.packs_experts)
+  cfg = cfg.model_copy(
+    update={key: getattr(stored_cfg, key) for key in LORA_KEYS}
+  )  # adapters are part of a run
   tree = ParameterTree(registry.abstract(cfg))
+  if callable(mesh_shardings):
+    mesh_shardings = mesh_shardings(tree.model)
   with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
     archive = _Archive(arrays_at, checkpointer, prefixes)
     archive.check(stored)
@@ -222,7 +228,8 @@ def _read_about(directory: Path, cfg: Config, name: str) -> tuple[Config, Manife
   if differing:
     raise CheckpointError(f"{directory}: checkpoint of another architecture: {'; '.join(differing[:5])}")
   manifest = about["manifest"] and Manifest.from_json(json.dumps(about["manifest"]))
-  return stored.model_copy(update=about["layout"]), manifest
+  layout = {key: tuple(value) if isinstance(value, list) else value for key, value in about["layout"].items()}
+  return stored.model_copy(update={"lora_rank": 0} | layout), manifest
 
 
 def _pieces(tree: ParameterTree, stored: ParameterTree) -> dict[str, list[Piece]]:

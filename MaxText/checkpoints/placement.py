@@ -31,6 +31,7 @@ def place_all(
     fill_of: path -> function from a slice of that parameter to a host buffer with its values.
     shardings: state of the decoder with a `jax.sharding.Sharding` for each parameter, or a mapping from
       dotted path to sharding; parameters that it lacks, or all when None, go whole to the default device.
+      A loader also takes a function from the abstract decoder that it fills to such a mapping.
     progress: draw the bar on a terminal.
   """
   by_path = sharding_by_path(shardings)

@@ -63,7 +63,8 @@ def load_published(
   tree = ParameterTree(registry.abstract(cfg))
   sources = _sources(tree, specs)
   fillers = {path: _Filler(files, cfg, sources[path], shape.dtype) for path, shape in tree.values.items()}
-  arrays = place_all(tree.values, fillers.__getitem__, mesh_shardings, progress)
+  shardings = mesh_shardings(tree.model) if callable(mesh_shardings) else mesh_shardings
+  arrays = place_all(tree.values, fillers.__getitem__, shardings, progress)
   report = LoadReport(
     source=str(files.directory),
     bytes_by_dtype=files.bytes_by_dtype(),

@@ -36,7 +36,10 @@ def _one(kind: Any) -> str:
     choices = [str(choice) for choice in get_args(kind)]
     return choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}"
   if origin is tuple:
-    return "a list of strings" if get_args(kind)[0] is str else "a list of whole numbers"
+    if get_args(kind)[0] is str:
+      return "a list of strings"
+    choices = get_args(get_args(kind)[0])  # of a Literal; a plain type has none
+    return f"a list of {', '.join(choices) or 'whole numbers'}"
   return _WORDS[origin or kind]
 
 

@@ -9,15 +9,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_origin
 
+from pydantic import BaseModel
+
 from MaxText.common.errors import ConfigError, did_you_mean
 from MaxText.configs import yaml_text
 from MaxText.configs.checking import alternatives, construct
-from MaxText.configs.options import COMMANDS, Options
+from MaxText.configs.mesh import MESH_AXES, AxisRules, MeshConfig, size_key
+from MaxText.configs.options import COMMANDS, MeshOptions, Options
 from MaxText.configs.published import key_origins, model_keys
 from MaxText.configs.schema import Config
 
 CONFIGS = Path(__file__).resolve().parent
 MODELS = CONFIGS / "models"
+MESHES = CONFIGS / "meshes"
 _COMMAND_LINE = "command line"
 
 
@@ -55,6 +59,46 @@ def load_command[OptionsT: Options](
   layered = _layers(config, overrides, Config, options)
   mine = {key: value for key, value in layered.values.items() if key in options.model_fields}
   return _model(layered), construct(options, mine, layered.origins, layered.path)
+
+
+def load_mesh(options: MeshOptions) -> MeshConfig | None:
+  """Loads the mesh that a command names, with the sizes that it overrides; None without one.
+
+  Raises:
+    ConfigError: no such file; unknown, missing or mistyped key; contradicting rules.
+  """
+  if options.mesh is None:
+    return None
+  path = _find_mesh(options.mesh)
+  values = _mapping(path)
+  _refuse_unknown(values, MeshConfig, str(path))
+  rules = values.get("logical_axis_rules")
+  if not isinstance(rules, dict):
+    raise ConfigError(f"{path}: logical_axis_rules: got {rules!r}, expected a mapping")
+  where = f"{path}: logical_axis_rules"
+  _refuse_unknown(rules, AxisRules, where)
+  values["logical_axis_rules"] = construct(AxisRules, rules, dict.fromkeys(rules, where), where)
+  origins = dict.fromkeys(values, str(path))
+  for key in map(size_key, MESH_AXES):
+    if (given := getattr(options, key)) is not None:
+      values[key], origins[key] = given, _COMMAND_LINE
+  return construct(MeshConfig, values, origins, str(path))
+
+
+def _find_mesh(mesh: str) -> Path:
+  for path in (Path(mesh), MESHES / mesh, MESHES / f"{mesh}.yml"):
+    if path.is_file():
+      return path
+  known = sorted(path.stem for path in MESHES.glob("*.yml"))
+  raise ConfigError(
+    f"mesh: {mesh}: no such file or mesh{did_you_mean(mesh, known)} (meshes: {', '.join(known)})"
+  )
+
+
+def _refuse_unknown(values: dict[str, Any], schema: type[BaseModel], source: str) -> None:
+  for key in values:
+    if key not in schema.model_fields:
+      raise ConfigError(f"{source}: {key}: unknown key{did_you_mean(key, schema.model_fields)}")
 
 
 def known_models() -> list[str]:

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from MaxText.configs.mesh import MESH_AXES, size_key
+
 MaybePath = Annotated[str | None, BeforeValidator(lambda text: text or None)]  # `key=` alone names no path
 
 
@@ -16,10 +18,28 @@ class Options(BaseModel):
   model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class DecodeOptions(Options):
+class MeshOptions(Options):
+  """The devices that a command runs on; without `mesh` it is one."""
+
+  mesh: MaybePath
+  ici_data_parallelism: int | None = Field(gt=0)
+  ici_fsdp_parallelism: int | None = Field(gt=0)
+  ici_expert_parallelism: int | None = Field(gt=0)
+  ici_tensor_parallelism: int | None = Field(gt=0)
+
+  @model_validator(mode="after")
+  def _sizes_of_a_mesh(self) -> "MeshOptions":
+    given = [key for key in map(size_key, MESH_AXES) if getattr(self, key) is not None]
+    if given and self.mesh is None:
+      raise ValueError(f"{given[0]}: needs a mesh to change: give mesh=NAME or mesh=FILE.yml")
+    return self
+
+
+class DecodeOptions(MeshOptions):
   """What `python -m MaxText.decode` does with a model."""
 
   checkpoint: MaybePath
+  adapters: MaybePath
   prompt: str | None
   prompt_ids: tuple[int, ...] | None
   prompts_file: MaybePath
@@ -45,8 +65,37 @@ class DecodeOptions(Options):
 class ConvertOptions(Options):
   """What `python -m MaxText.convert` does with a checkpoint."""
 
+  adapters: MaybePath
   overwrite: bool
   max_shard_bytes: int = Field(gt=0)
+
+
+class ServeOptions(Options):
+  """What `python -m MaxText.serve` does with a model."""
+
+  checkpoint: MaybePath
+  seed: int = Field(ge=0)
+  max_target_length: int | None = Field(gt=1)
+  prefill_chunk: int = Field(gt=0)
+  host: str = Field(min_length=1)
+  port: int = Field(ge=0, le=65535)
+  api_key: str | None = Field(min_length=1)
+  api_key_file: MaybePath
+  served_model_name: str | None = Field(min_length=1)
+  slots: int = Field(gt=0)
+  pages: int | None = Field(gt=0)
+  page_size: int = Field(gt=0)
+  steps_per_round: int = Field(gt=0, le=4096)
+  queue_limit: int = Field(gt=0)
+  request_seconds: float = Field(gt=0)
+  drain_seconds: float = Field(ge=0)
+  max_body_bytes: int = Field(gt=0)
+
+  @model_validator(mode="after")
+  def _one_key(self) -> "ServeOptions":
+    if self.api_key is not None and self.api_key_file is not None:
+      raise ValueError("api_key: excludes api_key_file; give one")
+    return self
 
 
 class TrainOptions(Options):
@@ -87,10 +136,10 @@ class TrainOptions(Options):
   eval_steps: int = Field(gt=0)
   enable_tensorboard: bool
   # --- devices
-  ici_data_parallelism: int
-  ici_fsdp_parallelism: int
-  ici_tensor_parallelism: int
-  ici_expert_parallelism: int
+  ici_data_parallelism: int | None
+  ici_fsdp_parallelism: int | None
+  ici_tensor_parallelism: int | None
+  ici_expert_parallelism: int | None
 
   @model_validator(mode="after")
   def _evaluates_something(self) -> "TrainOptions":
@@ -106,4 +155,10 @@ class SftOptions(TrainOptions):
   thinking_effort: Literal["low", "high", "max"] | None
 
 
-COMMANDS: tuple[type[Options], ...] = (DecodeOptions, ConvertOptions, TrainOptions, SftOptions)
+COMMANDS: tuple[type[Options], ...] = (
+  DecodeOptions,
+  ConvertOptions,
+  TrainOptions,
+  SftOptions,
+  ServeOptions,
+)

@@ -102,6 +102,8 @@ class Config(BaseModel):
   mla_impl: Literal["auto", "reference", "direct", "absorbed"] = "auto"
   moe_impl: Literal["auto", "reference", "blocked"] = "auto"
   short_conv_impl: Literal["auto", "reference", "shifted"] = "auto"
+  moe_dispatch: Literal["local_experts", "ragged_all_to_all"] = "local_experts"
+  moe_capacity_factor: float | None = Field(default=None, gt=0)
 
   def layer_kind(self, layer: int) -> LayerKind:
     """Attention kind of 0-based `layer`; the published lists are 1-based (spec 1.2)."""
@@ -175,6 +177,8 @@ class Config(BaseModel):
       yield "topk_routing_group", f"{chosen} exceeds n_routing_groups {groups}"
     elif self.num_experts_per_tok > reachable:
       yield "num_experts_per_tok", f"{self.num_experts_per_tok} exceeds the {reachable} that can be chosen"
+    if self.moe_capacity_factor is not None and self.moe_dispatch == "local_experts":
+      yield "moe_capacity_factor", "local_experts drops nothing; give moe_dispatch=ragged_all_to_all with it"
     if self.latent_moe_use_norm and self.routed_expert_hidden_size is None:
       yield "latent_moe_use_norm", "true needs routed_expert_hidden_size, the latent that it normalises"
     if self.expert_quantization == "mxfp4":

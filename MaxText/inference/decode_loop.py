@@ -182,6 +182,7 @@ class DecodeLoop:
   Attributes:
     prefill_chunk: most prompt tokens that one program reads.
     steps: most tokens a row that one dispatch picks.
+    row_multiple: rows that every batch has to be a multiple of.
   """
 
   def __init__(self, decoder: nnx.Module, *, prefill_chunk: int = 512, steps: int = 32):
@@ -193,6 +194,7 @@ class DecodeLoop:
     self._logits = programs.program(lambda decoder, ids, segment_ids: decoder(ids, None, segment_ids)[0])
     self.prefill_chunk = prefill_chunk
     self.steps = steps
+    self.row_multiple = 1 if programs.layout is None else programs.layout.row_multiple
 
   @property
   def compile_seconds(self) -> float:
@@ -259,7 +261,8 @@ class DecodeLoop:
 
   def logits(self, ids: Sequence[int]) -> np.ndarray:
     """Returns the [T, V] float32 logits after each of T tokens, read in one shot without a cache."""
-    arrays = padded([ids], bucket(len(ids), largest=1 << 62))
+    rows = [ids, *[()] * (self.row_multiple - 1)]
+    arrays = padded(rows, bucket(len(ids), largest=1 << 62))
     return np.asarray(self._programs.run(self._logits, *arrays)[0, : len(ids)])
 
 

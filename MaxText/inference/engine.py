@@ -73,15 +73,9 @@ class Engine:
       stop_ids: most stop ids of a request.
       ranks: parts of a data axis, which share neither slots nor pages.
     """
-    per_slot = -(-max_target_length // page_size)
-    self.resources = Resources(
-      slots=slots, pages=pages, page_size=page_size, pages_per_slot=per_slot, ranks=ranks
-    )
-    self.max_target_length = min(max_target_length, self.resources.longest)
+    self._pages_per_slot = -(-max_target_length // page_size)
     self.prefill_chunk_size, self.steps = prefill_chunk, steps
     self._stop_ids = stop_ids
-    self._length = np.zeros(slots, int)
-    self._active = np.zeros(slots, bool)
     self._programs = made = Programs(decoder)
     self._insert = made.program(programs.insert, donates=True)
     self._prefill = made.program(programs.prefill_chunk, donates=True)
@@ -91,8 +85,24 @@ class Engine:
     self._export = made.program(programs.export_slot)
     self._import = made.program(programs.import_slot, donates=True)
     self._empty = made.program(programs.empty)
-    shape = {"slots": slots, "pages": pages, "page_size": page_size, "stop_ids": stop_ids}
-    self._state = made.run(self._empty, **shape)
+    self._shape = {"slots": slots, "pages": pages, "page_size": page_size, "stop_ids": stop_ids}
+    self._ranks = ranks
+    self.restart()
+    self.max_target_length = min(max_target_length, self.resources.longest)
+
+  def restart(self) -> None:
+    """Frees and wipes everything, whatever has become of the state."""
+    S, pages, page_size = (self._shape[key] for key in ("slots", "pages", "page_size"))
+    self.resources = Resources(
+      slots=S, pages=pages, page_size=page_size, pages_per_slot=self._pages_per_slot, ranks=self._ranks
+    )
+    self._length, self._active = np.zeros(S, int), np.zeros(S, bool)
+    self._state = self._programs.run(self._empty, **self._shape)
+
+  @property
+  def is_intact(self) -> bool:
+    """Whether the state is there; a program that fails halfway has consumed it."""
+    return not any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state))
 
   @property
   def program_count(self) -> int:
@@ -124,6 +134,22 @@ class Engine:
     Raises:
       InputError: the request could never be held, or has too many stop ids.
     """
+    self.check(prompt_length, stop_ids)
+    limit = min(settings.max_new_tokens, self.max_target_length - prompt_length)
+    values = _settings(settings, stop_ids, self._stop_ids)  # before the slot is taken: it may be refused
+    slot = self.resources.acquire(prompt_length + 1)
+    if slot is None:
+      return None
+    self._run(self._insert, np.int32(slot), np.int32(limit), values)
+    self._length[slot] = 0
+    return slot
+
+  def check(self, prompt_length: int, stop_ids: Sequence[int]) -> None:
+    """Refuses what `insert` could never hold; any thread may ask.
+
+    Raises:
+      InputError: with the number that is too large and the limit.
+    """
     most = self.max_target_length
     if prompt_length >= most:
       raise InputError(
@@ -131,13 +157,6 @@ class Engine:
       )
     if len(stop_ids) > self._stop_ids:
       raise InputError(f"stop_ids: got {len(stop_ids)}, expected at most {self._stop_ids}")
-    slot = self.resources.acquire(prompt_length + 1)
-    if slot is None:
-      return None
-    limit = min(settings.max_new_tokens, most - prompt_length)
-    self._run(self._insert, np.int32(slot), np.int32(limit), _settings(settings, stop_ids, self._stop_ids))
-    self._length[slot] = 0
-    return slot
 
   def prefill_chunk(self, slot: int, ids: Sequence[int]) -> None:
     """Reads the next tokens of a slot's prompt, at most `prefill_chunk_size` of them."""
@@ -151,8 +170,8 @@ class Engine:
 
   def grow(self, slot: int, steps: int) -> bool:
     """Gives a slot the pages for `steps` more tokens, or returns False where they are not free."""
-    most = self.resources.table.shape[1] * self.resources.page_size
-    return self.resources.grow(slot, min(int(self._length[slot]) + steps, most))
+    # an answer ends at the longest request's last token, however many steps are asked for
+    return self.resources.grow(slot, min(int(self._length[slot]) + steps, self.max_target_length))
 
   def decode(self, limit: int | None = None) -> Picked:
     """Runs up to `limit` steps (`steps` when None) of all active slots, whose pages have to reach that far.
@@ -181,10 +200,13 @@ class Engine:
     self._length[slot], self._active[slot] = 0, False
 
   def export_slot(self, slot: int) -> Exported:
-    """Takes a copy of everything that a slot's request needs; the slot itself stays as it is."""
+    """Takes a copy of everything that a slot's request needs; the slot itself stays as it is.
+
+    The copy is on the host, so that a request that waits costs the device nothing.
+    """
     pages = self.resources.table[slot].copy()
     state = self._programs.run(self._export, self._state, np.int32(slot), pages)
-    return Exported(state, int(self._length[slot]))
+    return Exported(jax.device_get(state), int(self._length[slot]))
 
   def import_slot(self, moved: Exported) -> int | None:
     """Goes on with an exported request in any slot, or returns None where there is no room for it."""
@@ -194,6 +216,20 @@ class Engine:
     self._run(self._import, np.int32(slot), self.resources.table[slot].copy(), moved.state)
     self._length[slot], self._active[slot] = moved.length, bool(moved.state.active[0])
     return slot
+
+  def warm_up(self) -> None:
+    """Compiles and runs every program once, so that no request waits for one; needs an idle engine."""
+    slot = self.insert(1, Settings(max_new_tokens=self.steps + 1), ())
+    pages = self.resources.table[slot : slot + 1].copy()
+    widths = {bucket(length, self.prefill_chunk_size) for length in range(1, self.prefill_chunk_size + 1)}
+    for width in sorted(widths):
+      self._run(self._prefill, np.int32(slot), pages, *padded([[0]], width))
+    self.begin(slot)
+    moved = self.export_slot(slot)
+    self.reset_slot(slot)
+    slot = self.import_slot(moved)
+    self.decode()
+    self.reset_slot(slot)
 
   def _run(self, program, *arrays) -> None:
     self._state = self._programs.run(program, self._state, *arrays)

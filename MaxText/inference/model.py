@@ -5,6 +5,7 @@ This is what `MaxText.from_pretrained` returns and what the decode command runs.
 
 import json
 import numbers
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from MaxText.common.errors import ConfigError
 from MaxText.configs import loader
 from MaxText.configs.options import DecodeOptions
 from MaxText.configs.schema import Config
@@ -21,6 +23,7 @@ from MaxText.inference.decode_loop import NO_TOKEN, DecodeLoop, cache_capacity
 from MaxText.inference.generate import BatchRun, batches
 from MaxText.inference.prompts import Prompt, Request, Settings, as_ids, check_length, encode, make_requests
 from MaxText.inference.results import Completion, Stats
+from MaxText.models.sharding import Layout, build_layout, describe_layout
 from MaxText.tokenizers.kimi import KimiTokenizer
 from MaxText.tokenizers.stream import StreamDecoder
 
@@ -67,6 +70,7 @@ class Model:
     self.stop_ids = default_stop_ids(config, tokenizer)
     self.context = _context(config, max_target_length)
     self._max_target_length = max_target_length
+    self._layout = getattr(decoder, "layout", None)
     self._loop = DecodeLoop(decoder, prefill_chunk=prefill_chunk, steps=steps_per_dispatch)
 
   def logits(self, ids: Sequence[int]) -> np.ndarray:
@@ -131,9 +135,10 @@ class Model:
     answers = [_Answer(request, stop, self.tokenizer) for request in requests]
     groups = batches(len(requests))
     capacity = _capacity(requests, self._loop.prefill_chunk, self._max_target_length)
+    rows = -(-len(groups[0]) // self._loop.row_multiple) * self._loop.row_multiple
     runs = []
     for group in groups:
-      members = [requests[i] for i in group] + [_PADDING] * (len(groups[0]) - len(group))
+      members = [requests[i] for i in group] + [_PADDING] * (rows - len(group))
       run = BatchRun(self._loop, members, settings, stop, capacity=capacity, streams=on_text is not None)
       for picked in run:
         for index, tokens in zip(group, picked):
@@ -157,7 +162,7 @@ class Model:
       implementations={op: "+".join(sorted(names)) for op, names in sorted(used.items())},
       weights=self.weights,
       dtype=self.config.dtype,
-      device=jax.devices()[0].device_kind,
+      device=_device(self._layout),
     )
 
 
@@ -201,6 +206,11 @@ class _Answer:
     )
 
 
+def _device(layout: Layout | None) -> str:
+  kind = jax.devices()[0].device_kind
+  return kind if layout is None else f"{layout.mesh.size} x {kind}"
+
+
 def default_stop_ids(cfg: Config, tokenizer: KimiTokenizer | None) -> tuple[int, ...]:
   """Returns the ids that end an answer: the tokenizer's and the model's own (spec 1.5: either may come)."""
   ids = set(tokenizer.stop_ids if tokenizer is not None else ())
@@ -222,13 +232,19 @@ def prepare(
   Returns:
     the model, and the checked prompts for its `answer`.
   """
+  if cfg.moe_capacity_factor is not None:
+    raise ConfigError("moe_capacity_factor: an answer may not depend on its neighbours; decode drops nothing")
+  mesh = loader.load_mesh(options)
+  layout = None if mesh is None else build_layout(mesh)
   source = weights.find(cfg, options.checkpoint, config)
   tokenizer = weights.read_tokenizer(cfg, source)
   context = _context(cfg, options.max_target_length)
   requests = make_requests(prompts, settings, tokenizer, cfg.vocab_size, context)
   capacity = _capacity(requests, options.prefill_chunk, options.max_target_length)
   memory.check_fits(cfg, len(batches(len(requests))[0]), capacity)
-  decoder, words = weights.read_decoder(cfg, source, options.seed)
+  decoder, words = weights.read_decoder(cfg, source, options.seed, options.adapters, layout)
+  if layout is not None:
+    print(describe_layout(layout, decoder), file=sys.stderr)
   model = Model(
     cfg,
     decoder,

@@ -12,6 +12,7 @@ import jax
 from flax import nnx
 
 from MaxText.common import choices
+from MaxText.models.sharding import Layout, settle
 
 Trace = Callable[[], Callable[[], None]]
 
@@ -22,10 +23,17 @@ class Program:
   That keeps the compile time out of every other figure, and nothing can recompile unseen.
   """
 
-  def __init__(self, function: Callable, *, donates: bool = False):
-    """Wraps `function`; with `donates`, its first argument after the parameters is consumed by a call."""
+  def __init__(self, function: Callable, *, donates: bool = False, layout: Layout | None = None):
+    """Wraps `function`.
+
+    Args:
+      function: of parameters, arrays and static numbers.
+      donates: its first argument after the parameters is consumed by a call.
+      layout: of the devices that it runs on, or None for one.
+    """
     self._function = function
     self._donates = donates
+    self._layout = layout
     self._compiled: dict[tuple, jax.stages.Compiled] = {}
 
   @property
@@ -42,10 +50,11 @@ class Program:
     key, tree, donated, kept = self._split(arrays, static)
     if key in self._compiled:
       return None
-    donated, kept = ([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves] for leaves in (donated, kept))
+    donated, kept = ([self._abstract(x) for x in leaves] for leaves in (donated, kept))
 
     def flat(params, donated, kept):
-      return self._function(params, *jax.tree.unflatten(tree, donated + kept), **static)
+      out = self._function(params, *jax.tree.unflatten(tree, donated + kept), **static)
+      return settle(self._layout, out)
 
     def trace() -> Callable[[], None]:
       lowered = jax.jit(flat, donate_argnums=1).lower(params, donated, kept)
@@ -56,6 +65,11 @@ class Program:
       return compile_program
 
     return trace
+
+  def _abstract(self, x: Any) -> jax.ShapeDtypeStruct:
+    """What a program is compiled for; on many devices, what lies on them already stays where it is."""
+    sharding = None if self._layout is None else getattr(x, "sharding", None)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
   def __call__(self, params: Any, *arrays: Any, **static: int) -> Any:
     """Runs the program of these shapes and static values, which has to be compiled."""
@@ -75,6 +89,7 @@ class Programs:
 
   Attributes:
     params: the decoder's parameters, an argument of every program.
+    layout: how the decoder lies on many devices, or None for one.
     compile_seconds: time spent on tracing and compiling so far.
     implementations: operation -> implementations that the programs so far were traced with.
   """
@@ -82,6 +97,7 @@ class Programs:
   def __init__(self, decoder: nnx.Module):
     """Splits `decoder` into its graph and its parameters; compiles nothing."""
     self._graph, self.params = nnx.split(decoder)
+    self.layout: Layout | None = getattr(decoder, "layout", None)
     self._programs: list[Program] = []
     self.compile_seconds = 0.0
     self.implementations: choices.Choices = {}
@@ -89,7 +105,9 @@ class Programs:
   def program(self, method: Callable, *, donates: bool = False) -> Program:
     """Returns `method(decoder, arrays...)` as a program; with `donates`, it consumes its first array tree."""
     made = Program(
-      lambda params, *rest, **kw: method(nnx.merge(self._graph, params), *rest, **kw), donates=donates
+      lambda params, *rest, **kw: method(nnx.merge(self._graph, params), *rest, **kw),
+      donates=donates,
+      layout=self.layout,
     )
     self._programs.append(made)
     return made

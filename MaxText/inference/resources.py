@@ -68,13 +68,28 @@ class Resources:
     """Returns the rank that a slot, its pages and its request belong to."""
     return slot // (self._slots // self._ranks)
 
-  def acquire(self, tokens: int) -> int | None:
-    """Gives a free slot with pages for `tokens`, of the rank with most free pages, or None."""
-    need = self._count(tokens)
+  def free_pages_of(self, rank: int) -> int:
+    """Returns the pages of a rank that no slot owns."""
+    return len(self._free_pages[rank])
+
+  def pages_for(self, tokens: int) -> int:
+    """Returns the pages that so many tokens of one request take."""
+    return -(-tokens // self.page_size)
+
+  def choice(self, tokens: int) -> int | None:
+    """Returns the rank in which `acquire` would hold `tokens`: the one with most free pages; None if none."""
+    need = self.pages_for(tokens)
     able = [r for r in range(self._ranks) if self._free_slots[r] and len(self._free_pages[r]) >= need]
     if not able or need > self.table.shape[1]:
       return None
-    slot = self._free_slots[max(able, key=lambda r: (len(self._free_pages[r]), -r))].pop()
+    return max(able, key=lambda r: (len(self._free_pages[r]), -r))
+
+  def acquire(self, tokens: int) -> int | None:
+    """Gives a free slot with pages for `tokens`, of the rank with most free pages, or None."""
+    rank = self.choice(tokens)
+    if rank is None:
+      return None
+    slot = self._free_slots[rank].pop()
     self._owned[slot] = []
     self.grow(slot, tokens)
     return slot
@@ -82,7 +97,7 @@ class Resources:
   def grow(self, slot: int, tokens: int) -> bool:
     """Gives a slot the pages that `tokens` need; False, and nothing changes, where they are not free."""
     owned, free = self._owned[slot], self._free_pages[self.rank(slot)]
-    missing = self._count(tokens) - len(owned)
+    missing = self.pages_for(tokens) - len(owned)
     if missing > len(free) or len(owned) + missing > self.table.shape[1]:
       return False
     for _ in range(missing):
@@ -99,9 +114,6 @@ class Resources:
   def owned(self, slot: int) -> tuple[int, ...]:
     """Returns the pages of a slot in the order of its tokens."""
     return tuple(self._owned[slot])
-
-  def _count(self, tokens: int) -> int:
-    return -(-tokens // self.page_size)
 
 
 def _numbers(rank: int, size: int) -> list[int]:

@@ -1,17 +1,21 @@
 """Finds the weights and the tokenizer of a model: a checkpoint, the package's own, or random numbers."""
 
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from flax import nnx
 
 from MaxText.checkpoints import load
+from MaxText.checkpoints.adapters import load_adapters
 from MaxText.checkpoints.directory import home, kind
-from MaxText.common.errors import CheckpointError
+from MaxText.common.errors import CheckpointError, ConfigError
 from MaxText.configs import loader
 from MaxText.configs.comparison import architecture_differences
 from MaxText.configs.schema import Config
 from MaxText.models import registry
+from MaxText.models.adapters import merged
+from MaxText.models.sharding import Layout, parameter_shardings, place
 from MaxText.tokenizers.kimi import KimiTokenizer
 from MaxText.tokenizers.registry import has_tokenizer, load_tokenizer
 
@@ -100,18 +104,36 @@ def read_tokenizer(cfg: Config, source: Source) -> KimiTokenizer | None:
   return load_tokenizer(directory, cfg.vocab_size)
 
 
-def read_decoder(cfg: Config, source: Source, seed: int = 0) -> tuple[nnx.Module, str]:
+def read_decoder(
+  cfg: Config,
+  source: Source,
+  seed: int = 0,
+  adapters: str | None = None,
+  layout: Layout | None = None,
+) -> tuple[nnx.Module, str]:
   """Returns the decoder with its weights, and in words where they came from.
 
   Args:
     cfg: the architecture and the dtypes to hold.
     source: from `find`.
     seed: of random weights.
+    adapters: file of low-rank adapters; they are folded into the weights, those of packed experts apart.
+    layout: of the devices that hold them, or None for one.
 
   Raises:
-    CheckpointError: the checkpoint is damaged or does not fit.
+    CheckpointError: the checkpoint, or the adapter file, is damaged or does not fit.
   """
   if source.directory is None:
-    return registry.build(cfg, nnx.Rngs(seed)), f"{RANDOM}, seed {seed} ({source.note})"
-  loaded = load.load(source.directory, cfg)
-  return loaded.model, str(source.directory)
+    decoder = place(registry.build(cfg, nnx.Rngs(seed)), layout)
+    words = f"{RANDOM}, seed {seed} ({source.note})"
+  else:
+    shardings = None if layout is None else partial(parameter_shardings, layout)
+    decoder = load.load(source.directory, cfg, mesh_shardings=shardings).model
+    decoder.layout = layout
+    words = str(source.directory)
+  if adapters is None:
+    return decoder, words
+  if layout is not None:
+    raise ConfigError("adapters: not supported on a mesh yet; convert merges them into the weights first")
+  load_adapters(decoder, adapters)
+  return merged(decoder, keep_on_packed=True), f"{words} with {adapters}"

@@ -11,10 +11,12 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from MaxText.common import params
+from MaxText.common.errors import UnsupportedError
 from MaxText.configs.schema import Config
-from MaxText.kernels.grouped_matmul import grouped_matmul, grouped_mlp
+from MaxText.kernels.grouped_matmul import grouped_matmul
 from MaxText.kernels.mxfp4 import BLOCK, MxFp4, pack
 from MaxText.layers.cache import Row
+from MaxText.layers.expert_dispatch import ExpertMesh, OwnExperts, dispatch
 from MaxText.layers.mlp import Mlp
 from MaxText.layers.normalization import RMSNorm
 from MaxText.layers.projection import Projection
@@ -44,7 +46,12 @@ class LatentMoe(nnx.Module):
       self.shared_experts = Mlp(cfg, cfg.shared_experts * cfg.base_moe_mlp_dim, rngs=rngs)
 
   def __call__(
-    self, x: Float[Array, "B T D"], segment_ids: Int[Array, "B T"] | None = None, *, row: Row = None
+    self,
+    x: Float[Array, "B T D"],
+    segment_ids: Int[Array, "B T"] | None = None,
+    *,
+    row: Row = None,
+    place: ExpertMesh | None = None,
   ) -> tuple[Float[Array, "B T D"], Int[Array, "E"]]:
     """Runs the block on x [B, T, D]; padding (segment 0) is sent to no expert and counted by none.
 
@@ -52,6 +59,7 @@ class LatentMoe(nnx.Module):
       x: [B, T, D] normalised activations.
       segment_ids: [B, T], 0 = padding; None when every token is valid.
       row: which layer of stacked expert weights.
+      place: the devices that share the experts, or None for one device.
 
     Returns:
       [B, T, D] in x.dtype, and how many tokens each expert got, [E] int32.
@@ -61,7 +69,7 @@ class LatentMoe(nnx.Module):
     latent = self.cfg.routed_expert_hidden_size is not None
     z = self.routed_expert_down_proj(tokens) if latent else tokens
     valid = None if segment_ids is None else (segment_ids != 0).reshape(-1)
-    y, counts = self.experts(z, ids, weights, valid, row=row)
+    y, counts = self.experts(z, ids, weights, valid, row=row, place=place)
     y = y.astype(x.dtype)
     if self.cfg.latent_moe_use_norm:
       # after the whole sum over experts: under expert parallelism the partial sums are reduced first
@@ -102,6 +110,7 @@ class Experts(nnx.Module):
     valid: Bool[Array, "M"] | None,
     *,
     row: Row = None,
+    place: ExpertMesh | None = None,
   ) -> tuple[Float[Array, "M L"], Int[Array, "E"]]:
     """Sums the chosen experts' outputs, products and sum in float32.
 
@@ -111,30 +120,37 @@ class Experts(nnx.Module):
       weights: [M, A] float32 combine weights.
       valid: [M], false for padding; None when every token is valid.
       row: which layer of a stack.
+      place: the devices that share the experts, or None for one device.
 
     Returns:
       [M, L] float32, and how many rows each expert got, [E] int32.
     """
     M, A = ids.shape
     E = self.cfg.num_experts
+    experts = OwnExperts(self.cfg, (self.weight("w1"), self.weight("w3"), self.weight("w2")), row)
+    if place is not None:
+      if self.has_adapters:
+        raise UnsupportedError("lora_targets: adapters of routed experts run on one device, not on a mesh")
+      return dispatch(place, experts, z, ids, weights, jnp.ones(M, bool) if valid is None else valid)
     picks = ids.reshape(-1) if valid is None else jnp.where(valid[:, None], ids, E).reshape(-1)
     order = jnp.argsort(picks, stable=True)
     group_sizes = jnp.sum(picks[:, None] == jnp.arange(E), axis=0, dtype=jnp.int32)
-    sorted_out = self._rows(z[order // A], group_sizes, row)
+    rows = z[order // A]
+    sorted_out = self._adapted(rows, group_sizes, row) if self.has_adapters else experts(rows, group_sizes)
     out = sorted_out[jnp.argsort(order)].reshape(M, A, -1).astype(jnp.float32)
     return jnp.sum(weights[..., None] * out, axis=1), group_sizes
 
-  def _rows(self, rows, group_sizes, row):
-    """Outputs [M*A, L] of rows that are sorted by expert."""
-    weights = [self.weight(name) for name in EXPERT_MATRICES]
-    on_grid = self.cfg.mxfp4_qat and not self.cfg.packs_experts
-    layer = row
-    if on_grid and row is not None:  # a stack in which one layer is rounded, not all of them each time
-      weights, layer = [w[row] for w in weights], None
-    activation, impl = gated_activation(self.cfg), self.cfg.moe_impl
-    if not any(hasattr(self, f"{name}_lora") for name in EXPERT_MATRICES):
-      return grouped_mlp(rows, *weights, group_sizes, activation, layer=layer, on_grid=on_grid, impl=impl)
-    if on_grid:  # frozen below the adapters
+  @property
+  def has_adapters(self) -> bool:
+    """Whether a low-rank adapter hangs on any of the three stacks."""
+    return any(hasattr(self, f"{name}_lora") for name in EXPERT_MATRICES)
+
+  def _adapted(self, rows, group_sizes, row):
+    """Outputs [M*A, L] of rows that are sorted by expert, each product with what its adapter adds."""
+    weights, layer, impl = [self.weight(name) for name in EXPERT_MATRICES], row, self.cfg.moe_impl
+    if self.cfg.mxfp4_qat and not self.cfg.packs_experts:  # frozen below the adapters
+      if row is not None:  # a stack in which one layer is rounded, not all of them each time
+        weights, layer = [w[row] for w in weights], None
       weights = [pack(w) for w in weights]
 
     def product(x, name):
@@ -142,7 +158,7 @@ class Experts(nnx.Module):
       adapter = getattr(self, f"{name}_lora", None)
       return y if adapter is None else y + adapter(x, group_sizes, row, impl)
 
-    x = rows.astype(jnp.float32)  # as inside the fused product
+    x, activation = rows.astype(jnp.float32), gated_activation(self.cfg)  # as inside the fused product
     return product(activation(product(x, "w1"), product(x, "w3")), "w2").astype(rows.dtype)
 
   def matrix(self, name: str) -> tuple[tuple[int, ...], tuple[str | None, ...]]:

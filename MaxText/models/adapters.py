@@ -50,24 +50,29 @@ def has_adapters(decoder: nnx.Module) -> bool:
   return bool(nnx.to_flat_state(nnx.state(decoder, LoRAParam)))
 
 
-def merged[ModuleT: nnx.Module](decoder: ModuleT) -> ModuleT:
+def merged[ModuleT: nnx.Module](decoder: ModuleT, *, keep_on_packed: bool = False) -> ModuleT:
   """Returns a decoder whose weights hold what the adapters add, without adapters; `decoder` is left alone.
+
+  Args:
+    decoder: a decoder or a part of one, with adapters or without.
+    keep_on_packed: leave the adapters of packed experts where they hang.
 
   Raises:
     ConfigError: adapters of experts whose weights are packed MXFP4 bytes, which have no room for a change.
   """
   decoder = nnx.clone(decoder)
   for name, module, kind, weight in list(_matrices(decoder)):
-    if not hasattr(module, kind):
+    packed = isinstance(module, Experts) and weight is None
+    if not hasattr(module, kind) or (packed and keep_on_packed):
       continue
+    if packed:
+      raise ConfigError(
+        f"{name}: adapters do not merge into packed experts; load with expert_weights=dequantized"
+      )
     change = getattr(module, kind).change()
     if isinstance(module, GatedLatentAttention):
       for half, part in zip((module.k_up, module.v_up), module.split_heads(change)):
         half.set_value((half[...] + part).astype(half[...].dtype))
-    elif weight is None:
-      raise ConfigError(
-        f"{name}: adapters do not merge into packed experts; load with expert_weights=dequantized"
-      )
     else:
       weight.set_value((weight[...] + change).astype(weight[...].dtype))
     delattr(module, kind)

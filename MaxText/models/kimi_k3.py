@@ -27,6 +27,7 @@ from MaxText.layers.projection import Projection, project
 from MaxText.layers.router import Router, update_router_bias
 from MaxText.models.layer_plan import LayerPlan, layer_plan
 from MaxText.models.remat import rematerialised
+from MaxText.models.sharding import Layout, constrain_cache
 
 # A scan closes over the expert stacks and indexes them by row: of `xs`, every compiler would copy a slice.
 _EXPERTS = nnx.PathContains("experts")
@@ -71,6 +72,7 @@ class DecoderLayer(nnx.Module):
     *,
     layer: int | Int[Array, ""],
     row: Row = None,
+    layout: Layout | None = None,
   ) -> LayerOutput:
     """Runs one layer.
 
@@ -80,23 +82,31 @@ class DecoderLayer(nnx.Module):
       segment_ids: [B, T], 0 = padding; None when every token is valid.
       layer: 0-based depth, traced inside a scan.
       row: which layer of stacked weights and pools.
+      layout: of the devices, or None for one.
     """
     plain = self.cfg.attn_res_block_size is None
     h = stream.prefix if plain else self.self_attention_res(stream)
     stream = stream.close_block(layer, self.cfg.attn_res_block_size)
     out, cache = self.self_attn(self.input_layernorm(h), cache, segment_ids, row=row)
-    stream = stream.add(out)
+    stream = stream.add(_by_rows(layout, out))
     h = self.post_attention_layernorm(stream.prefix if plain else self.mlp_res(stream))
-    dense = hasattr(self, "mlp")
-    out, counts = (self.mlp(h), None) if dense else self.block_sparse_moe(h, segment_ids, row=row)
-    return LayerOutput(stream.add(out), cache, counts)
+    if hasattr(self, "mlp"):
+      out, counts = self.mlp(h), None
+    else:
+      out, counts = self.block_sparse_moe(h, segment_ids, row=row, place=layout and layout.experts)
+    return LayerOutput(stream.add(_by_rows(layout, out)), cache, counts)
 
 
 class KimiDecoder(nnx.Module):
-  """Embedding, the stack of layers, output mixture, norm and head."""
+  """Embedding, the stack of layers, output mixture, norm and head.
+
+  Attributes:
+    layout: how the decoder lies on many devices, or None for one; static, and set from outside.
+  """
 
   def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
     self.cfg = cfg
+    self.layout: Layout | None = None
     self.plan = layer_plan(cfg, scans(cfg))
     build = lambda index: DecoderLayer(cfg, index, rngs=rngs)
     self.embed_tokens = Embedding(cfg, rngs=rngs)
@@ -188,7 +198,7 @@ class KimiDecoder(nnx.Module):
     x = self.embed_tokens(ids)
     if segment_ids is not None:
       x = jnp.where((segment_ids != 0)[..., None], x, jnp.zeros_like(x))
-    stream = ResidualStream.start(self.cfg, x)
+    stream = ResidualStream.start(self.cfg, _by_rows(self.layout, x))
     stream, head, counts = self._run(self.layers, stream, cache and cache.layers, segment_ids, 0)
     cycles, tail = (), ()
     if self.plan.repeats:
@@ -198,7 +208,9 @@ class KimiDecoder(nnx.Module):
       )
       counts = [*counts, *more, *last]
     h = stream.prefix if self.cfg.attn_res_block_size is None else self.output_attn_res(stream)
-    return self.norm(h), None if cache is None else DecoderCache(head, cycles, tail), counts
+    if cache is not None:
+      cache = constrain_cache(self.layout, DecoderCache(head, cycles, tail))
+    return self.norm(h), cache, counts
 
   def logits(self, h: Float[Array, "*B D"]) -> Float[Array, "*B vocab"]:
     """Projects hidden states [..., D] to logits [..., vocab] float32; no scale, no cap (spec 2.8)."""
@@ -208,13 +220,14 @@ class KimiDecoder(nnx.Module):
 
   def init_cache(self, batch: int, capacity: int) -> DecoderCache:
     """Returns an empty cache for `batch` rows of up to `capacity` tokens each."""
-    return init_cache(self.cfg, self.plan, batch, capacity)
+    return constrain_cache(self.layout, init_cache(self.cfg, self.plan, batch, capacity))
 
   def _run(self, layers, stream, caches, segment_ids, start):
     """Unrolled layers from depth `start` on."""
     new, counts = [], []
     for i, layer in enumerate(layers):
-      run = functools.partial(layer, cache=caches and caches[i], segment_ids=segment_ids, layer=start + i)
+      context = dict(segment_ids=segment_ids, layer=start + i, layout=self.layout)
+      run = functools.partial(layer, cache=caches and caches[i], **context)
       stream, cache, expert_counts = self._for_training(run, caches)(stream)
       new.append(cache)
       counts += [] if expert_counts is None else [expert_counts]
@@ -244,7 +257,8 @@ class KimiDecoder(nnx.Module):
         cache = caches and caches[position]
         depth = start + row * period + position
         stack_row = None if caches is None else row
-        stream, cache, expert_counts = layer(stream, cache, segment_ids, layer=depth, row=stack_row)
+        place = dict(layer=depth, row=stack_row, layout=self.layout)
+        stream, cache, expert_counts = layer(stream, cache, segment_ids, **place)
         new.append(cache)
         counts += [] if expert_counts is None else [expert_counts]
       return (stream, caches and tuple(new)), counts if caches is None else []
@@ -255,6 +269,11 @@ class KimiDecoder(nnx.Module):
       closed = -(-self.plan.scanned_end // self.cfg.attn_res_block_size)
       stream = dataclasses.replace(stream, closed=closed)
     return stream, caches, [layer[row] for row in range(self.plan.repeats) for layer in counts]
+
+
+def _by_rows(layout: Layout | None, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+  """Splits what enters the residual stream by rows: here the partial sums of a sub-layer are added up."""
+  return x if layout is None else layout.constrain(x, "activation_batch", None, None)
 
 
 def scans(cfg: Config) -> bool:

@@ -5,7 +5,7 @@ from flax import nnx
 
 from MaxText.common.errors import ConfigError
 from MaxText.configs.schema import Config
-from MaxText.models import initialization
+from MaxText.models import adapters, initialization
 from MaxText.models.kimi_k3 import KimiDecoder, scans
 from MaxText.models.layer_plan import LayerPlan
 from MaxText.models.layer_plan import layer_plan as _layer_plan
@@ -23,7 +23,16 @@ def build(cfg: Config, rngs: nnx.Rngs) -> KimiDecoder:
 
 def abstract(cfg: Config) -> KimiDecoder:
   """Returns a decoder whose leaves are `jax.ShapeDtypeStruct`: shapes of any size, nothing allocated."""
-  return nnx.eval_shape(lambda: _decoder(cfg)(cfg, rngs=nnx.Rngs(jax.random.key(0))))
+  return nnx.eval_shape(lambda: _declared(cfg))
+
+
+def _declared(cfg: Config) -> KimiDecoder:
+  """The decoder with its adapters, drawn for nothing: only its shapes are wanted."""
+  rngs = nnx.Rngs(jax.random.key(0))
+  decoder = _decoder(cfg)(cfg, rngs=rngs)
+  if cfg.lora_rank:
+    adapters.attach(decoder, cfg, rngs)
+  return decoder
 
 
 def layer_plan(cfg: Config) -> LayerPlan:

@@ -18,6 +18,10 @@ class RouterBias(nnx.Variable):
   """A router's selection bias. No parameter: no gradient, no optimizer and no weight decay touches it."""
 
 
+class BaseWeight(nnx.Variable):
+  """A weight that its adapters leave as it is: no parameter, so no gradient and no optimizer state."""
+
+
 class ExpertCounts(nnx.Variable):
   """Tokens that each expert got since its router's bias was last moved."""
 
@@ -38,8 +42,10 @@ class TrainedDecoder(nnx.Module):
       if isinstance(module, nnx.Module) and hasattr(module, _BIAS):
         bias = getattr(module, _BIAS)
         setattr(module, _BIAS, RouterBias(bias.get_value(), axes=bias.get_metadata("axes")))
+    if cfg.lora_rank:
+      _freeze_base(self.decoder)
     for _, variable in nnx.iter_graph(self.decoder):
-      if isinstance(variable, nnx.Param | params.Frozen | RouterBias):
+      if isinstance(variable, nnx.Param | params.Frozen | RouterBias | BaseWeight):
         variable.set_metadata(out_sharding=variable.get_metadata("axes"))
 
     moe_layers = [kind for _, kind in self.decoder.plan.kinds if kind == "moe"]
@@ -79,3 +85,13 @@ class TrainedDecoder(nnx.Module):
     self.expert_counts.set_value(jnp.zeros_like(counts))
     loads = counts / jnp.maximum(jnp.mean(counts, axis=-1, keepdims=True), 1)
     return jnp.max(loads, initial=0)
+
+
+def _freeze_base(decoder: nnx.Module) -> None:
+  """Makes every weight but those of adapters a `BaseWeight`, in place: maxtext trains what is a parameter."""
+  for _, module in list(nnx.iter_graph(decoder)):
+    if isinstance(module, nnx.Module):
+      for name, variable in list(vars(module).items()):
+        if isinstance(variable, nnx.Param) and not isinstance(variable, nnx.LoRAParam):
+          frozen = BaseWeight(variable.get_value(), axes=variable.get_metadata("axes"))
+          setattr(module, name, frozen)

@@ -15,10 +15,12 @@ import jax
 import numpy as np
 from flax import nnx
 
+from MaxText.checkpoints.adapters import save_adapters
 from MaxText.checkpoints.directory import (
   RUN_FILE,
   kind,
   read_orbax_file,
+  run_checkpoint,
   write_companions,
   write_orbax_file,
 )
@@ -31,6 +33,7 @@ from MaxText.configs.counts import count
 from MaxText.configs.options import TrainOptions
 from MaxText.configs.published import from_published
 from MaxText.configs.schema import Config
+from MaxText.models.adapters import merged
 from MaxText.tokenizers.chat.formats import ChatFormat
 from MaxText.tokenizers.chat.options import ChatOptions
 from MaxText.tokenizers.kimi import KimiTokenizer
@@ -42,10 +45,11 @@ from MaxText.training.optimizer import NOT_DECAYED, muon_dimensions
 from MaxText.training.progress import Progress, Record
 
 # axis names of our parameters that maxtext's own rules lack, and the mesh axes that they are split over
-AXIS_RULES = [["expert", "expert"], ["expert_mlp", ["tensor"]], ["latent", []], ["head_dim", []]]
+AXIS_RULES = [["expert", "expert"], ["expert_mlp", ["tensor"]], ["latent", ["fsdp"]], ["head_dim", []]]
 _SAMPLE = (
   "def main(argv): return 12345  # naïve café, 尼罗河 and the rest of it\n"  # tells vocabularies apart
 )
+ADAPTERS_FILE = "adapters.safetensors"  # beside config.json, when a run that trains adapters has ended
 ROW_LENGTH = 256  # tokens, unless max_target_length says otherwise
 
 
@@ -89,12 +93,15 @@ def train(
   config = compat.build_config(cfg, keys)
   if config.enable_checkpointing:
     _prepare(directory, cfg, companions)
+  _check_adapters(cfg, options, directory)
   record = Record(directory / "metrics.jsonl" if config.enable_checkpointing else None)
   progress = Progress(config.steps, config.global_batch_size_to_train_on * config.max_target_length)
   try:
     compat.run(config, _parts(cfg, options, config, documents, tokenizer, progress, record))
   finally:
     progress.close()
+  if cfg.lora_rank and config.enable_checkpointing:
+    save_adapters(load_params(directory, cfg, progress=False), cfg, directory / ADAPTERS_FILE)
   return directory
 
 
@@ -135,10 +142,10 @@ def maxtext_keys(cfg: Config, options: TrainOptions, directory: Path) -> dict[st
     "eval_steps": options.eval_steps,
     "enable_tensorboard": options.enable_tensorboard,
     "abort_on_nan_loss": False,  # ours says which parameter, and undoes the step
-    "ici_data_parallelism": options.ici_data_parallelism,
-    "ici_fsdp_parallelism": options.ici_fsdp_parallelism,
-    "ici_tensor_parallelism": options.ici_tensor_parallelism,
-    "ici_expert_parallelism": options.ici_expert_parallelism,
+    "ici_data_parallelism": options.ici_data_parallelism or 1,
+    "ici_fsdp_parallelism": options.ici_fsdp_parallelism or -1,
+    "ici_tensor_parallelism": options.ici_tensor_parallelism or 1,
+    "ici_expert_parallelism": options.ici_expert_parallelism or 1,
     "logical_axis_rules": [
       ["expert", "expert"],
       ["expert_mlp", ["tensor"]],
@@ -292,10 +299,12 @@ def _parts(cfg, options, config, documents, tokenizer, progress, record) -> comp
     else:
       threads = options.grain_worker_count
       datasets[key] = packed(found, tokenizer, cfg.eos_token_id, threads=threads, **form)
+  # where adapters are trained, everything else is frozen, and so are the router biases
+  balance = 0.0 if cfg.lora_rank else options.routed_bias_update_rate
   tokens = config.per_device_batch_size * config.gradient_accumulation_steps * config.max_target_length
   return compat.Parts(
     model=lambda mesh, rngs: TrainedDecoder(cfg, mesh, rngs=rngs),
-    after_step=lambda model: {"moe/busiest_expert": model.balance_routers(options.routed_bias_update_rate)},
+    after_step=lambda model: {"moe/busiest_expert": model.balance_routers(balance)},
     train_data=datasets["grain_train_files"],
     eval_data=datasets["grain_eval_files"],
     initial_weights=lambda abstract: _initial_weights(cfg, options.checkpoint),
@@ -308,11 +317,18 @@ def _parts(cfg, options, config, documents, tokenizer, progress, record) -> comp
   )
 
 
+def _check_adapters(cfg: Config, options: TrainOptions, directory: Path) -> None:
+  """Refuses adapters of weights that are random, and those of a run that went without them."""
+  if cfg.lora_rank and options.checkpoint is None and run_checkpoint(directory) is None:
+    raise ConfigError("lora_rank: adapters need weights to adapt; name them: checkpoint=DIR")
+
+
 def _initial_weights(cfg: Config, checkpoint: str | None) -> dict | None:
   """Weights of a checkpoint as the nested dictionaries that maxtext overlays, or None to keep drawn ones."""
   if checkpoint is None:
     return None
-  tree = ParameterTree(load_params(checkpoint, cfg))
+  # adapters of an earlier run become part of the weights that new ones start from
+  tree = ParameterTree(merged(load_params(checkpoint, cfg.model_copy(update={"lora_rank": 0}))))
   nested: dict = {}
   for path, array in tree.values.items():
     *parents, name = (int(key) if key.isdigit() else key for key in ("decoder." + path).split("."))

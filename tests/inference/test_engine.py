@@ -8,59 +8,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from MaxText.checkpoints.load import load_params
 from MaxText.common.errors import InputError
-from MaxText.configs import loader
-from MaxText.inference.engine import Engine
 from MaxText.inference.engine_programs import NO_TOKEN
-from MaxText.inference.model import Model
 from MaxText.inference.prompts import Settings
-from tests.reference.generator import k3_config_json, write_checkpoint
+from tests.inference.small_engine import LENGTHS, LONGEST, NEW, VOCAB, logits_after, make_engine
 
-VOCAB, LONGEST, NEW = 64, 64, 9
-SPECIAL = dict(bos_token_id=61, eos_token_id=62, pad_token_id=63)
-# a dense layer, then two cycles of (MLA, KDA) for the scan to find
-SHAPE = dict(num_hidden_layers=5, full_attn_layers=(2, 4), hidden_size=32, vocab_size=VOCAB)
-LENGTHS = (1, 2, 8, 9, 15, 16, 17, 33, 40)
 pytestmark = pytest.mark.usefixtures("kept_programs")  # several engines of one shape
-MARGIN = 1e-3  # a greedy choice closer than this may fall to rounding
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-  config = k3_config_json(**SHAPE, **SPECIAL)
-  return write_checkpoint(tmp_path_factory.mktemp("engine"), config, seed=12, dtype="f32")
-
-
-@pytest.fixture(scope="module")
-def model(directory):
-  cfg = loader.load(directory)
-  return Model(cfg, load_params(directory, cfg, progress=False), None, "test", prefill_chunk=16)
-
-
-@pytest.fixture(scope="module")
-def requests(model):
-  """Prompts of many lengths, with the tokens of their solo runs; none hangs on a rounding error."""
-  rng, made = np.random.default_rng(3), []
-  for length in LENGTHS:
-    prompt = rng.integers(0, VOCAB - 4, length).tolist()
-    [answer] = model.generate([prompt], max_new_tokens=NEW, stop_ids=())  # alone, one after the other
-    top = np.sort(logits_after(model, prompt, answer.token_ids), axis=-1)
-    assert np.min(top[:, -1] - top[:, -2]) > MARGIN
-    made.append((prompt, answer.token_ids))
-  return made
-
-
-def logits_after(model, prompt, answer):
-  """Logits that each token of an answer was picked from; one shape, so one program, for all of them."""
-  ids = prompt + answer
-  return model.logits(ids + [0] * (LONGEST - len(ids)))[len(prompt) - 1 : len(ids) - 1]
-
-
-def make_engine(directory, **overrides):
-  cfg = loader.load(directory, [f"{key}={value}" for key, value in overrides.items()])
-  decoder = load_params(directory, cfg, progress=False)
-  return Engine(decoder, slots=4, pages=24, page_size=8, max_target_length=LONGEST, prefill_chunk=16, steps=4)
 
 
 @pytest.fixture(scope="module")

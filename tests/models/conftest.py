@@ -33,10 +33,10 @@ def kimi_linear_directory(tmp_path_factory):
 IDS = dict(bos_token_id=61, eos_token_id=62, pad_token_id=63)
 
 
-def load(directory, **ours):
+def load(directory, mesh_shardings=None, **ours):
   """Loads a published directory under schema overrides."""
   cfg = from_published(json.loads((directory / "config.json").read_text())).model_copy(update=ours)
-  return load_params(directory, cfg, progress=False)
+  return load_params(directory, cfg, mesh_shardings=mesh_shardings, progress=False)
 
 
 @pytest.fixture(scope="session")

@@ -166,6 +166,17 @@ def test_expert_adapters_equal_the_merged_experts(kind):
   assert experts.w1_lora.b[...].shape[-1] == (4 if shared else 4 // experts.cfg.num_experts_per_tok)
 
 
+@pytest.mark.parametrize("kind", ["shared_a", "per_expert"])
+def test_a_stack_of_experts_takes_the_adapters_of_the_layer_in_use(kind):
+  """Decoding under a scan closes over whole stacks of experts and of what hangs on them."""
+  (one, inputs), (other, _) = (expert_problem(lora_experts=kind) for _ in range(2))
+  moved(other)
+  graph, states = nnx.split(one)[0], [nnx.state(one), nnx.state(other)]
+  stack = nnx.merge(graph, jax.tree.map(lambda *layers: jnp.stack(layers), *states))
+  for layer, alone in enumerate((one, other)):
+    np.testing.assert_array_equal(stack(*inputs, row=jnp.int32(layer))[0], alone(*inputs)[0])
+
+
 def test_packed_experts_take_adapters_and_refuse_to_merge():
   experts, inputs = expert_problem(expert_quantization="mxfp4", expert_weights="packed")
   start, _ = experts(*inputs)

@@ -10,6 +10,7 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kernels.compilation import quick_jit
 from tests.models.conftest import load
 
 T, VOCAB = 20, 61
@@ -45,7 +46,7 @@ class Compiled:
       picked = jnp.take_along_axis(jax.nn.log_softmax(logits), i[..., None], axis=-1)[..., 0]
       return -jnp.sum(jnp.where(s != 0, picked, 0.0))
 
-    self.gradient = jax.jit(jax.grad(loss))
+    self.gradient = quick_jit(jax.grad(loss))
 
   def grads(self, i, s):
     return self.gradient(*self.params, i, s)
@@ -189,7 +190,41 @@ def test_scan_equals_unrolled_with_and_without_cache(k3_directory, k3, programs)
   np.testing.assert_allclose(np.concatenate([got[0, :12], tail[0, :8]]), want, **CLOSE)
 
 
-def test_fast_kernels_have_the_gradients_of_the_reference_kernels(k3_plain_directory, trained):
-  slow = load(k3_plain_directory, kda_impl="reference", mla_impl="reference", moe_impl="reference")
-  batch = packed((9, 11), seed=70)[0]
-  assert_trees_close(trained.grads(*batch), Compiled(slow).grads(*batch))
+PADDED = packed((9, 8), seed=70)[0]
+
+
+@pytest.fixture(scope="module")
+def reference_gradients(k3_plain_directory):
+  kernels = ("kda_impl", "mla_impl", "moe_impl", "short_conv_impl")
+  slow = load(k3_plain_directory, **dict.fromkeys(kernels, "reference"))
+  return dict(nnx.to_flat_state(Compiled(slow).grads(*PADDED)))
+
+
+def assert_within_a_ten_thousandth(got, want, name):
+  """Of the largest value of the leaf, with no floor: a leaf without gradient has none in both."""
+  assert float(jnp.abs(got - want).max()) <= 1e-4 * float(jnp.abs(want).max()), name
+
+
+def test_fast_kernels_have_the_gradients_of_the_reference_kernels(trained, reference_gradients):
+  got = nnx.to_flat_state(trained.grads(*PADDED))
+  assert len(got) == len(reference_gradients)
+  for path, gradient in got:
+    assert_within_a_ten_thousandth(gradient[...], reference_gradients[path][...], path)
+
+
+def test_scanned_and_rematerialised_layers_have_the_gradients_of_the_reference_kernels(
+  k3_plain_directory, reference_gradients
+):
+  scanned = load(k3_plain_directory, scan_layers=True, remat_policy="full")
+  plan, seen = scanned.plan, 0
+  assert plan.repeats == 2
+  got = dict(nnx.to_flat_state(Compiled(scanned).grads(*PADDED)))
+  for path, want in reference_gradients.items():
+    part, at, rest = path[0], None, path[1:]
+    if part == "layers":
+      part, index, at = plan.location(path[1])
+      rest = (index, *path[2:])
+    gradient = got[(part, *rest)][...]
+    assert_within_a_ten_thousandth(gradient if at is None else gradient[at], want[...], path)
+    seen += 1 if at is None else 1 / plan.repeats
+  assert seen == len(got)

@@ -116,6 +116,10 @@ def test_what_a_run_replaces_comes_back(keys):
       "RUN: a checkpoint cannot be saved: Checkpointing",
     ),
     (RuntimeError("Checkpoint does not match the model:\n  - 'a': missing"), "RUN: .* 'a': missing$"),
+    (
+      AssertionError("Unsharded parameter percentage (9%)\nlarge:\n - Name: w1 (4)"),
+      r"sharding_.* \(9%\), .* w1$",
+    ),
     (RuntimeError("Requested training up to step 5, but more"), "^steps: Requested training up to step 5"),
   ],
 )

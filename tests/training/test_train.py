@@ -42,7 +42,7 @@ def workplace(tmp_path_factory):
   return path
 
 
-def train(workplace, config, *arguments):
+def train(workplace, config, *arguments, module="MaxText.train"):
   """Runs the command on one device; returns the finished process."""
   environment = os.environ | {
     "JAX_PLATFORMS": "cpu",
@@ -50,7 +50,7 @@ def train(workplace, config, *arguments):
     "JAX_COMPILATION_CACHE_DIR": str(workplace / "programs"),
     "PYTHONPATH": str(ROOT),
   }
-  command = [sys.executable, "-m", "MaxText.train", str(config), *arguments]
+  command = [sys.executable, "-m", module, str(config), *arguments]
   if not any(argument.startswith("base_output_directory") for argument in arguments):
     command.append(f"base_output_directory={workplace}")
   return subprocess.run(command, cwd=workplace, env=environment, capture_output=True, text=True, timeout=400)
