@@ -239,8 +239,10 @@ def _as_user_error(error: Exception, config: Any) -> UserError | None:
   if text.startswith("Checkpoint does not match the model"):
     return CheckpointError(f"{config.checkpoint_dir}: {' '.join(text.split())}")
   if text.startswith("Unsharded parameter percentage"):
-    names = [line.split()[2] for line in text.splitlines() if line.startswith(" - Name:")]
-    return ConfigError(f"sharding_tolerance: {first}, beginning with {' '.join(names[:1])}")
+    names = [
+      line.split()[2].partition(".value")[0] for line in text.splitlines() if line.startswith(" - Name:")
+    ]
+    return ConfigError(f"sharding_tolerance: {first.rstrip('.')}, beginning with {' '.join(names[:1])}")
   if text.startswith("Requested training up to step"):
     return ConfigError(f"steps: {first}")
   return None

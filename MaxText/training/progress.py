@@ -35,7 +35,7 @@ class Progress:
         self._bar = tqdm(total=self._steps, initial=number, bar_format=_BAR, dynamic_ncols=True)
       self._bar.set_postfix_str(text, refresh=False)
       self._bar.update(1)
-    elif (number + 1) % self._every == 0 or number + 1 == self._steps:
+    elif len(self._times) == 1 or (number + 1) % self._every == 0 or number + 1 == self._steps:
       print(f"step {number + 1}/{self._steps}  {text}", file=sys.stderr, flush=True)
 
   def _text(self, number: int, loss: float) -> str:

@@ -46,9 +46,8 @@ from MaxText.training.progress import Progress, Record
 
 # axis names of our parameters that maxtext's own rules lack, and the mesh axes that they are split over
 AXIS_RULES = [["expert", "expert"], ["expert_mlp", ["tensor"]], ["latent", ["fsdp"]], ["head_dim", []]]
-_SAMPLE = (
-  "def main(argv): return 12345  # naïve café, 尼罗河 and the rest of it\n"  # tells vocabularies apart
-)
+# tells vocabularies apart
+_SAMPLE = "def main(argv): return 12345  # naïve café, 尼罗河 and the rest of it\n"
 ADAPTERS_FILE = "adapters.safetensors"  # beside config.json, when a run that trains adapters has ended
 ROW_LENGTH = 256  # tokens, unless max_target_length says otherwise
 
@@ -146,12 +145,7 @@ def maxtext_keys(cfg: Config, options: TrainOptions, directory: Path) -> dict[st
     "ici_fsdp_parallelism": options.ici_fsdp_parallelism or -1,
     "ici_tensor_parallelism": options.ici_tensor_parallelism or 1,
     "ici_expert_parallelism": options.ici_expert_parallelism or 1,
-    "logical_axis_rules": [
-      ["expert", "expert"],
-      ["expert_mlp", ["tensor"]],
-      ["latent", []],
-      ["head_dim", []],
-    ],
+    "logical_axis_rules": AXIS_RULES,
   }
 
 
