@@ -7,6 +7,7 @@ release of maxtext is refused in one line before anything is touched.
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import importlib.metadata
 import inspect
@@ -38,6 +39,8 @@ CONTRACTS: dict[str, tuple[str, ...] | None] = {
   "utils.maxtext_utils:apply_gradient_clipping": ("raw_grads", "state", "clipping_threshold"),
   "utils.maxtext_utils:calculate_tflops_training_per_device": ("config", "log"),
   "utils.exceptions:StopTraining": None,
+  "common.metric_logger:MetricLogger": ("config", "learning_rate_schedule", "start_step"),
+  "common.metric_logger:MetricLogger.write_metrics": ("self", "metrics", "step", "metric_type"),
   "input_pipeline.input_pipeline_interface:create_data_iterator": ("config", "mesh"),
   "input_pipeline.multihost_dataloading:MultiHostDataLoadIterator": (
     *("dataloader", "global_mesh", "generate_padding_batch", "expansion_loading_factor_for_grain"),
@@ -99,7 +102,9 @@ def broken_contracts() -> Iterator[str]:
   for name, wanted in CONTRACTS.items():
     module, _, attribute = name.partition(":")
     try:
-      found = getattr(_module(module), attribute, None)
+      found = functools.reduce(
+        lambda owner, name: getattr(owner, name, None), attribute.split("."), _module(module)
+      )
     except ImportError as error:
       yield f"maxtext.{module} cannot be imported ({error})"
       continue
@@ -179,7 +184,8 @@ class Parts:
     initial_weights: abstract state of the model -> its weights as nested dicts, or None to draw them.
     muon: (path, shape, include_routers) -> dimension numbers of a matrix, None for what Adam updates.
     tflops: training work of one device and step, 10^12 floating-point operations.
-    on_step: called with (step, metrics, batch) when a step's metrics are there.
+    on_step: called with (step, measurements) when a step's are there.
+    on_metrics: called with (step, "train" or "eval", all measurements) for the record.
     on_stop: called with (step, state, metrics) at a step whose loss is no number; raises.
     on_end: called with the number of steps done when the data end before the steps do.
   """
@@ -192,6 +198,7 @@ class Parts:
   muon: Callable[..., Any]
   tflops: float
   on_step: Callable[[int, dict[str, Any]], None]
+  on_metrics: Callable[[int, str, dict[str, Any]], None]
   on_stop: Callable[[int, nnx.State, dict[str, Any]], None]
   on_end: Callable[[int], None]
 
@@ -231,6 +238,11 @@ def _as_user_error(error: Exception, config: Any) -> UserError | None:
     return CheckpointError(f"{config.checkpoint_dir}: a checkpoint cannot be saved: {system or first}")
   if text.startswith("Checkpoint does not match the model"):
     return CheckpointError(f"{config.checkpoint_dir}: {' '.join(text.split())}")
+  if text.startswith("Unsharded parameter percentage"):
+    names = [
+      line.split()[2].partition(".value")[0] for line in text.splitlines() if line.startswith(" - Name:")
+    ]
+    return ConfigError(f"sharding_tolerance: {first.rstrip('.')}, beginning with {' '.join(names[:1])}")
   if text.startswith("Requested training up to step"):
     return ConfigError(f"steps: {first}")
   return None
@@ -245,6 +257,7 @@ def _replaced(config: Any, parts: Parts) -> Iterator[None]:
     ("utils.maxtext_utils", "calculate_tflops_training_per_device"): _tflops(parts),
     ("input_pipeline.input_pipeline_interface", "create_data_iterator"): _data(parts),
     ("common.checkpointing", "load_state_if_possible"): _load(parts),
+    ("common.metric_logger", "MetricLogger"): _logger(parts),
     ("trainers.pre_train.train", "train_step"): _step(parts),
     ("trainers.pre_train.train", "training_loop_iteration"): _iteration(parts),
   }
@@ -297,6 +310,19 @@ def _load(parts: Parts) -> Callable:
     return restored, weights
 
   return load_state_if_possible
+
+
+def _logger(parts: Parts) -> type:
+  """maxtext's logger, whose own file of measurements is emptied by every evaluation."""
+  original = _module("common.metric_logger").MetricLogger
+
+  class MetricLogger(original):
+    def write_metrics(self, metrics, step, metric_type="train"):
+      super().write_metrics(metrics, step, metric_type)
+      if metric_type in ("train", "eval"):
+        parts.on_metrics(step, metric_type, metrics["scalar"])
+
+  return MetricLogger
 
 
 def _step(parts: Parts) -> Callable:

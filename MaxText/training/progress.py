@@ -1,8 +1,13 @@
-"""What a person reads while a model trains: step, loss, tokens per second, time left."""
+"""What a run tells: to a person step, loss, speed and time left; to a file every measurement."""
 
+import json
+import math
 import sys
 import time
 from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -30,7 +35,7 @@ class Progress:
         self._bar = tqdm(total=self._steps, initial=number, bar_format=_BAR, dynamic_ncols=True)
       self._bar.set_postfix_str(text, refresh=False)
       self._bar.update(1)
-    elif (number + 1) % self._every == 0 or number + 1 == self._steps:
+    elif len(self._times) == 1 or (number + 1) % self._every == 0 or number + 1 == self._steps:
       print(f"step {number + 1}/{self._steps}  {text}", file=sys.stderr, flush=True)
 
   def _text(self, number: int, loss: float) -> str:
@@ -45,3 +50,38 @@ class Progress:
     """Leaves the bar as it is."""
     if self._bar is not None:
       self._bar.close()
+
+
+class Record:
+  """A file with one JSON object a line: `step`, counted from 0, and what was measured at it."""
+
+  def __init__(self, path: Path | None):
+    """Writes nothing yet; without a path nothing ever."""
+    self._path = path
+    self._begun = False
+
+  def __call__(self, step: int, kind: str, measured: Mapping[str, Any]) -> None:
+    """Adds a line; the first one takes the place of what an earlier run wrote of this step and later ones.
+
+    Args:
+      step: 0-based.
+      kind: "train" or "eval".
+      measured: name -> number; one that is not finite becomes null.
+    """
+    numbers = {name: float(value) for name, value in measured.items()}
+    if kind == "eval":
+      print(f"step {step + 1}  evaluation loss {numbers['eval/avg_loss']:.4f}", file=sys.stderr, flush=True)
+    if self._path is None:
+      return
+    if not self._begun:
+      self._forget(step)
+      self._begun = True
+    line = {"step": step} | {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+    with self._path.open("a", encoding="utf-8") as file:
+      file.write(json.dumps(line) + "\n")
+
+  def _forget(self, step: int) -> None:
+    if self._path.is_file():
+      lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
+      kept = [line for line in lines if json.loads(line)["step"] < step]
+      self._path.write_text("".join(kept), encoding="utf-8")

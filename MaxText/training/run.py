@@ -42,13 +42,12 @@ from MaxText.training.chat_rows import Chats, find_chats, packed_chats
 from MaxText.training.documents import Documents, find_documents
 from MaxText.training.model import TrainedDecoder
 from MaxText.training.optimizer import NOT_DECAYED, muon_dimensions
-from MaxText.training.progress import Progress
+from MaxText.training.progress import Progress, Record
 
 # axis names of our parameters that maxtext's own rules lack, and the mesh axes that they are split over
-AXIS_RULES = [["expert", "expert"], ["expert_mlp", ["tensor"]], ["latent", []], ["head_dim", []]]
-_SAMPLE = (
-  "def main(argv): return 12345  # naïve café, 尼罗河 and the rest of it\n"  # tells vocabularies apart
-)
+AXIS_RULES = [["expert", "expert"], ["expert_mlp", ["tensor"]], ["latent", ["fsdp"]], ["head_dim", []]]
+# tells vocabularies apart
+_SAMPLE = "def main(argv): return 12345  # naïve café, 尼罗河 and the rest of it\n"
 ADAPTERS_FILE = "adapters.safetensors"  # beside config.json, when a run that trains adapters has ended
 ROW_LENGTH = 256  # tokens, unless max_target_length says otherwise
 
@@ -94,9 +93,10 @@ def train(
   if config.enable_checkpointing:
     _prepare(directory, cfg, companions)
   _check_adapters(cfg, options, directory)
+  record = Record(directory / "metrics.jsonl" if config.enable_checkpointing else None)
   progress = Progress(config.steps, config.global_batch_size_to_train_on * config.max_target_length)
   try:
-    compat.run(config, _parts(cfg, options, config, documents, tokenizer, progress))
+    compat.run(config, _parts(cfg, options, config, documents, tokenizer, progress, record))
   finally:
     progress.close()
   if cfg.lora_rank and config.enable_checkpointing:
@@ -111,7 +111,6 @@ def maxtext_keys(cfg: Config, options: TrainOptions, directory: Path) -> dict[st
     **_architecture_keys(cfg),
     "run_name": directory.name,
     "base_output_directory": str(directory.parent),
-    "metrics_file": str(directory / "metrics.jsonl") if options.enable_checkpointing else "",
     "log_config": False,
     "hardware": hardware,
     "skip_jax_distributed_system": hardware == "cpu",
@@ -146,12 +145,7 @@ def maxtext_keys(cfg: Config, options: TrainOptions, directory: Path) -> dict[st
     "ici_fsdp_parallelism": options.ici_fsdp_parallelism or -1,
     "ici_tensor_parallelism": options.ici_tensor_parallelism or 1,
     "ici_expert_parallelism": options.ici_expert_parallelism or 1,
-    "logical_axis_rules": [
-      ["expert", "expert"],
-      ["expert_mlp", ["tensor"]],
-      ["latent", []],
-      ["head_dim", []],
-    ],
+    "logical_axis_rules": AXIS_RULES,
   }
 
 
@@ -282,7 +276,7 @@ def packed(
 # --- parts of the loop --------------------------------------------------------------------------------------
 
 
-def _parts(cfg, options, config, documents, tokenizer, progress) -> compat.Parts:
+def _parts(cfg, options, config, documents, tokenizer, progress, record) -> compat.Parts:
   datasets = {key: None for key in ("grain_train_files", "grain_eval_files")}
   for key, found in documents.items():
     training = key == "grain_train_files"
@@ -311,6 +305,7 @@ def _parts(cfg, options, config, documents, tokenizer, progress) -> compat.Parts
     muon=muon_dimensions,
     tflops=6 * count(cfg).active * tokens / 1e12,
     on_step=lambda step, scalars: progress.step(step, float(scalars["learning/lm_loss"])),
+    on_metrics=record,
     on_stop=_stop,
     on_end=lambda steps: print(f"the data ended after {steps} steps", file=sys.stderr),
   )
