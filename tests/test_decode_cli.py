@@ -325,3 +325,32 @@ def test_a_reader_that_leaves_is_no_traceback(checkpoint):
   with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
     process.stdout.close()
     assert "Traceback" not in process.stderr.read()
+
+
+# --- many devices -----------------------------------------------------------------------------------------
+
+
+def test_a_mesh_gives_the_tokens_of_one_device(answers, run, checkpoint):
+  request = [checkpoint, "prompt_ids=5,7,9", *ARGS]
+  (alone,) = answers(*request)
+  sizes = ["ici_tensor_parallelism=1", "ici_fsdp_parallelism=4"]  # three heads, which no two devices share
+  (shared,) = answers(*request, "mesh=cpu-8", *sizes)
+  assert shared["token_ids"] == alone["token_ids"]
+  assert shared["stats"]["device"] == "8 x cpu"
+
+
+@pytest.mark.parametrize(
+  "keys, words",
+  [
+    (["mesh=cpu-8"], "mesh cpu-8: ici_tensor_parallelism=2: heads of 3 "),
+    (["mesh=cpu-8", "ici_data_parallelism=2"], "mesh cpu-8: needs 16 devices "),
+    (["mesh=cpu8"], "mesh: cpu8: no such file or mesh, did you mean 'cpu-8'?"),
+    (["ici_fsdp_parallelism=8"], "ici_fsdp_parallelism: needs a mesh"),
+    (["moe_dispatch=ragged_all_to_all", "moe_capacity_factor=1.0"], "moe_capacity_factor: "),
+    (["moe_capacity_factor=1.0"], "moe_capacity_factor: local_experts drops nothing"),
+  ],
+)
+def test_a_mistake_about_devices_is_one_line(run, checkpoint, keys, words):
+  status, out, err = run(checkpoint, "prompt_ids=5,7,9", *keys)
+  assert status == 2 and out == ""
+  assert words in err and len(err.strip().splitlines()) == 1

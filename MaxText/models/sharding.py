@@ -59,8 +59,12 @@ class Layout:
   name: str = "mesh"
 
   def axes(self, name: str | None) -> tuple[str, ...]:
-    """Mesh axes of more than one device that split the dimension `name`."""
-    wanted = getattr(self.rules, name) if name in AxisRules.model_fields else ()
+    """Mesh axes of more than one device that split the dimension `name`; stacked layers are never split.
+
+    Raises:
+      AttributeError: no rule has that name.
+    """
+    wanted = () if name in (None, "layers") else getattr(self.rules, name)
     return tuple(axis for axis in wanted if self.mesh.shape[axis] > 1)
 
   def spec(self, names: Names) -> PartitionSpec:
@@ -204,7 +208,7 @@ def _check_divisible(layout: Layout, found: Sequence[Dimensions]) -> None:
   fitting = " or ".join(map(str, dict.fromkeys((below, above))))
   multiples = " or ".join(map(str, _multiples(size, parts)))
   raise ConfigError(
-    f"{layout.name}: {keys}: {name} of {size} ({_KEYS[name]}) does not divide over {parts} devices "
+    f"{layout.name}: {keys}: {name} of {size} ({_KEYS.get(name, name)}) does not divide over {parts} devices "
     f"({param.path} {list(param.shape)}); nearest that do: {fitting} devices, or a size of {multiples}"
   )
 

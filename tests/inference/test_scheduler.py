@@ -265,8 +265,8 @@ def test_an_engine_that_cannot_start_again_leaves_nobody_waiting(requests):
 
   engine.decode = engine.restart = broken
   scheduler.start()
-  assert all(receiver.done.wait(10) and receiver.ended == "error" for _, receiver in started)
-  scheduler._thread.join(10)
+  assert all(receiver.done.wait(60) and receiver.ended == "error" for _, receiver in started)
+  scheduler._thread.join(60)
   with pytest.raises(DrainingError):
     submit(scheduler, requests[0])
   assert scheduler.drain(1) and not scheduler.is_alive
@@ -311,7 +311,7 @@ def test_draining_ends_what_takes_too_long(engine, requests):
   started = [submit(scheduler, requests[number]) for number in range(9)]
   scheduler.start()
   assert not scheduler.drain(0)
-  assert all(receiver.done.wait(10) for _, receiver in started)
+  assert all(receiver.done.wait(60) for _, receiver in started)
   assert {receiver.ended for _, receiver in started} <= {"length", "shutdown"}
   assert scheduler._observer.heard["shutdown"] and engine.resources.used_slots == 0
 

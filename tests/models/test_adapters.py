@@ -13,8 +13,9 @@ from MaxText.layers.latent_moe import Experts
 from MaxText.layers.lora import LoRAParam
 from MaxText.models.adapters import attach, has_adapters, merged
 from tests.kernels.compilation import quick_jit
-from tests.models.conftest import load
+from tests.models.conftest import IDS, K3, load
 from tests.models.test_laws import ids, row
+from tests.reference.generator import k3_config_json, write_checkpoint
 from tests.small import k3_config
 
 EVERYTHING = ("self_attn", "mlp", "block_sparse_moe", "lm_head")
@@ -23,8 +24,8 @@ RANK = dict(lora_rank=4, lora_alpha=8.0)
 
 def adapted(directory, targets=EVERYTHING, *, start=False, **ours):
   """A loaded decoder with adapters; their B are moved off 0 unless `start`."""
-  model = load(directory, lora_targets=targets, **RANK, **ours)
-  attach(model, model.cfg, nnx.Rngs(1))
+  model = load(directory, **ours)
+  attach(model, model.cfg.model_copy(update=dict(lora_targets=targets, **RANK)), nnx.Rngs(1))
   return model if start else moved(model)
 
 
@@ -46,8 +47,15 @@ def program(model):
 
 
 @pytest.fixture(scope="module")
-def on(k3_plain_directory):
-  return adapted(k3_plain_directory)
+def directory(tmp_path_factory):
+  """A dense layer, and two cycles of full and linear attention for the scan to find."""
+  config = k3_config_json(**K3 | dict(num_hidden_layers=5, full_attn_layers=(2, 4)), **IDS)
+  return write_checkpoint(tmp_path_factory.mktemp("adapters"), config, seed=3, dtype="f32", packed=False)
+
+
+@pytest.fixture(scope="module")
+def on(directory):
+  return adapted(directory)
 
 
 @pytest.fixture(scope="module")
@@ -65,12 +73,12 @@ def assert_logits_equal(got, want):
 
 
 def test_adapters_are_the_identity_at_the_start_and_merged_equals_hanging_on(
-  k3_plain_directory, on, adapted_program, logits
+  directory, on, adapted_program, logits
 ):
-  bare = load(k3_plain_directory, lora_targets=EVERYTHING, **RANK)
+  bare = load(directory)
   bare_program = program(bare)
   want = bare_program(nnx.state(bare), *row(ids(0)))
-  start = nnx.state(adapted(k3_plain_directory, start=True))
+  start = nnx.state(adapted(directory, start=True))
   assert_logits_equal(adapted_program(start, *row(ids(0))), want)
   assert float(jnp.abs(logits - want).max()) > 0.1
   folded = merged(on)
@@ -78,8 +86,8 @@ def test_adapters_are_the_identity_at_the_start_and_merged_equals_hanging_on(
   assert_logits_equal(bare_program(nnx.state(folded), *row(ids(0))), logits)
 
 
-def test_a_new_adapter_has_a_zero_b_and_a_kaiming_a(k3_plain_directory):
-  model = adapted(k3_plain_directory, ("q_proj",), start=True)
+def test_a_new_adapter_has_a_zero_b_and_a_kaiming_a(directory):
+  model = adapted(directory, ("q_proj",), start=True)
   lora = model.layers[0].self_attn.q_proj.lora
   assert not np.any(lora.b[...]) and lora.b[...].dtype == np.float32
   bound = lora.a[...].shape[1] ** -0.5
@@ -87,10 +95,10 @@ def test_a_new_adapter_has_a_zero_b_and_a_kaiming_a(k3_plain_directory):
   assert lora.scale == 2.0
 
 
-def test_scanned_and_unrolled_decoders_compute_the_same(k3_plain_directory, on, logits):
-  scanned = adapted(k3_plain_directory, start=True, scan_layers=True)
+def test_scanned_and_unrolled_decoders_compute_the_same(directory, on, logits):
+  scanned = adapted(directory, start=True, scan_layers=True)
   assert scanned.plan.repeats == 2
-  for layer in range(6):
+  for layer in range(5):
     part, index, at = scanned.plan.location(layer)
     own = nnx.state(getattr(scanned, part)[index], LoRAParam)
     given = dict(nnx.to_flat_state(nnx.state(on.layers[layer], LoRAParam)))

@@ -10,6 +10,8 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from MaxText.checkpoints.load import load_params
+from MaxText.checkpoints.orbax_io import save_orbax
 from MaxText.common.errors import ConfigError, InputError
 from MaxText.configs import loader
 from MaxText.configs.loader import MESHES, load_mesh
@@ -90,10 +92,12 @@ def test_a_scanned_parameter_is_laid_out_like_an_unscanned_one(sizes):
   assert found > 40
 
 
-def test_every_stored_dimension_has_a_name_that_the_rules_know():
-  for model in loader.known_models():
-    for param in parameters(abstract(model)):
-      assert set(param.names) <= {*AxisRules.model_fields, "layers", None}, param.path
+@pytest.mark.parametrize("model", ["kimi-k3-tiny", "kimi-linear-48b-a3b"])
+def test_every_stored_dimension_has_a_name_that_the_rules_know(model):
+  layout = build_layout(mesh_config(tensor=1, fsdp=4))
+  assert all(layout.spec(param.names) is not None for param in parameters(abstract(model)))
+  with pytest.raises(AttributeError, match="head"):
+    layout.spec(("head", "embed"))
 
 
 def test_caches_are_split_by_rows_and_heads():
@@ -121,6 +125,20 @@ def test_weights_lie_where_their_shardings_say_and_keep_their_values():
     assert mine.get_value().sharding == shardings[".".join(map(str, keys))]
     np.testing.assert_array_equal(mine.get_value(), other.get_value())
   assert placed.layout == layout and decoder.layout is None
+
+
+def test_an_orbax_checkpoint_is_restored_by_shardings(tmp_path):
+  layout = build_layout(mesh_config())
+  cfg = loader.load("kimi-k3-tiny", ["base_num_decoder_layers=2", "full_attn_layers=2"])
+  decoder = registry.build(cfg, nnx.Rngs(1))
+  save_orbax(decoder, tmp_path / "run")
+  restored = load_params(
+    tmp_path / "run", cfg, mesh_shardings=functools.partial(parameter_shardings, layout), progress=False
+  )
+  shardings = parameter_shardings(layout, decoder)
+  for (keys, mine), (_, other) in zip(*(nnx.to_flat_state(nnx.state(each)) for each in (restored, decoder))):
+    assert mine.get_value().sharding == shardings[".".join(map(str, keys))]
+    np.testing.assert_array_equal(mine.get_value(), other.get_value())
 
 
 # --- what is refused --------------------------------------------------------------------------------------
@@ -152,18 +170,20 @@ def test_heads_are_refused_although_their_channels_would_divide():
 
 
 def test_the_published_model_fits_the_slice_and_is_refused_on_twice_its_heads():
-  decoder = abstract("kimi-k3")
-  for tensor, fits in ((32, True), (64, False)):
+  decoder = registry.abstract(loader.load("kimi-k3", ["weight_dtype=bfloat16"]))
+
+  def planned(tensor):
     cfg = mesh_config("tpu7x-16", tensor=tensor)
     mesh = jax.sharding.AbstractMesh(tuple(cfg.sizes.values()), tuple(cfg.sizes))
-    layout = Layout(mesh, cfg.logical_axis_rules, "mesh tpu7x-16")
-    if fits:
-      held = sum(param.nbytes // math.prod(layout.shards(param.names)) for param in parameters(decoder))
-      assert parameter_shardings(layout, decoder)
-      assert held / 2**30 < 51  # float32 where the release has bfloat16; measured with bfloat16: 45.4
-    else:
-      with pytest.raises(ConfigError, match="heads of 96 .*over 64 devices.*48 or 96 devices"):
-        parameter_shardings(layout, decoder)
+    return Layout(mesh, cfg.logical_axis_rules, "mesh tpu7x-16")
+
+  layout = planned(32)
+  assert parameter_shardings(layout, decoder)
+  held = sum(param.nbytes // math.prod(layout.shards(param.names)) for param in parameters(decoder))
+  # on such a slice 45.43 GiB were measured; ours replicates the narrow halves of the decay gates
+  assert 45.4 < held / 2**30 < 45.6
+  with pytest.raises(ConfigError, match="heads of 96 .*over 64 devices.*48 or 96 devices"):
+    parameter_shardings(planned(64), decoder)
 
 
 def test_experts_are_not_cut_across():
