@@ -44,8 +44,12 @@ from MaxText.training.model import TrainedDecoder
 from MaxText.training.optimizer import NOT_DECAYED, muon_dimensions
 from MaxText.training.progress import Progress, Record
 
-# axis names of our parameters that maxtext's own rules lack, and the mesh axes that they are split over
-AXIS_RULES = [["expert", "expert"], ["expert_mlp", ["tensor"]], ["latent", ["fsdp"]], ["head_dim", []]]
+# axis names of our parameters that maxtext's own rules lack, and the mesh axes that split them: the latent is
+# split over fsdp where the experts stand, over tensor beside the embedding, which has taken fsdp
+AXIS_RULES = [
+  *(["expert", "expert"], ["expert_mlp", ["tensor"]], ["latent", ["fsdp"]], ["latent", ["tensor"]]),
+  ["head_dim", []],
+]
 # tells vocabularies apart
 _SAMPLE = "def main(argv): return 12345  # naïve café, 尼罗河 and the rest of it\n"
 ADAPTERS_FILE = "adapters.safetensors"  # beside config.json, when a run that trains adapters has ended
