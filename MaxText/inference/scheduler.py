@@ -392,10 +392,10 @@ class Scheduler:
   def _recover(self) -> None:
     """Starts the engine again after a failure that none of its jobs survives; those that wait do."""
     _LOGGER.exception("the engine fails; it starts again without the jobs in its slots")
+    self._engine.restart()  # where this fails, too, `_serve` ends every job
     lost = [*self._decoding, *self._reading]
     self._decoding.clear()
     self._reading.clear()
-    self._engine.restart()
     for ticket in lost:
       ticket.slot = ticket.rank = None
       self._leave(ticket, "error")
