@@ -101,7 +101,8 @@ case $command in
   test)
     installed dev || install dev "${root}[dev]"
     cd "$root"
-    exec "$python" -m pytest "$@"
+    # a file's tests share what they compile, so a file stays with one process
+    exec "$python" -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder "$@"
     ;;
   '' | -h | --help)
     usage

@@ -20,10 +20,17 @@ ON_REQUEST = ("slow", "accelerator")
 install_import_hook([f"MaxText.{name}" for name in CHECKED], "beartype.beartype")
 
 
+@pytest.fixture(scope="session")
+def programs_directory(tmp_path_factory):
+  """Where this run of the tests, with all its processes, keeps compiled programs."""
+  root = tmp_path_factory.getbasetemp()
+  return (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "programs"
+
+
 @pytest.fixture(scope="module")
-def kept_programs(tmp_path_factory):
+def kept_programs(programs_directory):
   """Keeps compiled programs on disk for a module that builds the same model several times."""
-  jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("programs")))
+  jax.config.update("jax_compilation_cache_dir", str(programs_directory))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
   compilation_cache.reset_cache()
   yield

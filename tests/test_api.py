@@ -9,6 +9,7 @@ from MaxText.common.errors import ConfigError, InputError
 from MaxText.inference.model import _as_list
 from tests.reference.generator import k3_config_json, write_checkpoint
 
+pytestmark = pytest.mark.usefixtures("kept_programs")  # models of one shape
 PROMPT = [5, 7, 9, 11, 13]
 VOCAB = 64
 

@@ -15,6 +15,7 @@ from MaxText.configs.options import ServeOptions
 from MaxText.inference.prompts import Settings
 from tests.inference.served import httpx, sample, serving
 
+pytestmark = pytest.mark.usefixtures("kept_programs")
 ROOT = Path(__file__).parents[1]
 KEYS = ["slots=2", "pages=24", "page_size=16", "prefill_chunk=16", "scan_layers=true", "seed=3"]
 PROMPTS = ["def main(", "import ", "尼罗河 😀 = ", "class A:\n  def __init__(self"]

@@ -101,7 +101,12 @@ def test_a_given_prompt_replaces_the_default_one(with_python, given):
 
 def test_tests_run_in_the_checkout_with_their_extra(with_python):
   run = with_python.run("test", "-x", "tests/test_setup.py")
-  assert run.stdout == f"cwd={with_python.root}\n<-m><pytest><-x><tests/test_setup.py>\n"
+  started, given = run.stdout.split("<pytest>")
+  assert started == f"cwd={with_python.root}\n<-m>"
+  assert (
+    given
+    == "<-n><auto><--maxprocesses><4><--dist><loadfile><--no-loadscope-reorder><-x><tests/test_setup.py>\n"
+  )
   assert with_python.installs[0].endswith(f"{with_python.root}[dev]")
 
 

@@ -12,7 +12,9 @@ from MaxText.checkpoints.adapters import load_adapters
 from MaxText.checkpoints.layout import ParameterTree
 from MaxText.checkpoints.load import load_params
 from MaxText.checkpoints.orbax_io import save_orbax
+from MaxText.common.errors import ConfigError
 from MaxText.configs import loader
+from MaxText.configs.options import SftOptions
 from MaxText.models import registry
 from MaxText.models.adapters import merged
 from MaxText.tokenizers.registry import load_tokenizer
@@ -101,8 +103,11 @@ def test_the_file_alone_the_run_and_the_merged_weights_are_one_model(base, run, 
   np.testing.assert_allclose(logits(merged(adapted), batch), want, rtol=0, atol=1e-5)
 
 
-def test_adapters_of_nothing_are_refused(base):
-  given = f"grain_train_files={base}/chats.jsonl", "lora_rank=2", "run_name=none", *SMALL
-  done = train(base, "kimi-k3-tiny", *given, module="MaxText.sft")
-  assert done.returncode == 2
-  assert done.stderr.splitlines()[-1].startswith("error: lora_rank: adapters need weights to adapt")
+def test_adapters_of_nothing_are_refused(tmp_path):
+  from MaxText.training import run
+
+  cfg, options = loader.load_command("kimi-k3-tiny", ["lora_rank=2"], SftOptions)
+  with pytest.raises(
+    ConfigError, match="lora_rank: adapters need weights to adapt; name them: checkpoint=DIR"
+  ):
+    run._check_adapters(cfg, options, tmp_path)
