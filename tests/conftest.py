@@ -43,7 +43,20 @@ def pytest_addoption(parser):
     parser.addoption(f"--{name}", action="store_true", help=f"also run the tests marked '{name}'")
 
 
+# the files that take longest; begun first, so that no process waits for another at the end
+LONGEST = (
+  "test_decode_cli",
+  "test_train",
+  "test_laws",
+  "test_scheduler",
+  "test_adapters",
+  "test_engine",
+  "test_serve",
+)
+
+
 def pytest_collection_modifyitems(config, items):
+  items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
   for item in items:
     for name in ON_REQUEST:
       if item.get_closest_marker(name) and not config.getoption(f"--{name}"):

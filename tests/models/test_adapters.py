@@ -110,6 +110,7 @@ def test_scanned_and_unrolled_decoders_compute_the_same(directory, on, logits):
   assert_logits_equal(program(scanned)(nnx.state(scanned), *row(ids(0))), logits)
 
 
+@pytest.mark.slow  # tests/training/test_sft.py shows it of a run
 def test_only_adapters_learn(on):
   graph, lora, rest = nnx.split(on, LoRAParam, ...)
 

@@ -107,7 +107,5 @@ def test_adapters_of_nothing_are_refused(tmp_path):
   from MaxText.training import run
 
   cfg, options = loader.load_command("kimi-k3-tiny", ["lora_rank=2"], SftOptions)
-  with pytest.raises(
-    ConfigError, match="lora_rank: adapters need weights to adapt; name them: checkpoint=DIR"
-  ):
+  with pytest.raises(ConfigError, match="lora_rank: adapters need weights .* checkpoint=DIR"):
     run._check_adapters(cfg, options, tmp_path)
