@@ -7,7 +7,6 @@ status 2.
 
 import json
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 from MaxText.common import command
 from MaxText.common.errors import CheckpointError, InputError
 from MaxText.configs import loader
+from MaxText.configs.command_line import documented_keys
 from MaxText.configs.options import ConvertOptions
 from MaxText.configs.published import to_published, write_model_file
 from MaxText.configs.schema import Config
@@ -142,10 +142,8 @@ def _write_checkpoint(source: str, cfg: Config, target: Path, options: ConvertOp
 def _help() -> Iterator[str]:
   """Yields the lines of --help; defaults and meanings are those of base.yml."""
   yield HELP
-  for line in (loader.CONFIGS / "base.yml").read_text(encoding="utf-8").splitlines():
-    key = re.fullmatch(r"(\w+): (.*?)\s+# (.+)", line)
-    if key and (key[1] in ConvertOptions.model_fields or key[1] in KEYS):
-      yield f"  {key[1] + '=' + key[2].replace('null', ''):<30} {key[3]}"
+  for each in documented_keys({*ConvertOptions.model_fields, *KEYS}):
+    yield f"  {f'{each.key}={each.default}':<30} {each.meaning}"
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ stderr and exit status 2. Nothing heavy is imported before the configuration is 
 
 import json
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 from MaxText.common import command
 from MaxText.common.errors import InputError
 from MaxText.configs import loader
+from MaxText.configs.command_line import EXAMPLE_KEY, config_and_keys, key_listing
 from MaxText.configs.options import DecodeOptions
 from MaxText.configs.schema import Config
 from MaxText.inference.compile_cache import compile_compactly, keep_programs
@@ -50,8 +50,6 @@ with prompt or prompt_ids.
 
 keys and their defaults:"""
 
-EXAMPLE_KEY = "max_position_embeddings=1024"
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
   """Runs the command and returns its exit status."""
@@ -59,13 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _command(arguments: list[str]) -> int:
-  if {"-h", "--help", "help"} & set(arguments):
-    print("\n".join(_help()))
+  given = config_and_keys(arguments, USAGE, _help)
+  if given is None:
     return 0
-  if not arguments or "=" in arguments[0]:
-    print(USAGE, file=sys.stderr)
-    raise InputError(f"CONFIG is missing; it comes first (models: {', '.join(loader.known_models())})")
-  config, *overrides = arguments
+  config, overrides = given
   cfg, options = loader.load_command(config, overrides, DecodeOptions)
   decode(config, cfg, options)
   return 0
@@ -151,16 +146,7 @@ def _print_text(_: int, text: str) -> None:
 def _help() -> Iterator[str]:
   """Yields the lines of --help; keys, defaults and meanings are those of base.yml."""
   yield HELP.format(models=", ".join(loader.known_models()))
-  known = DecodeOptions.model_fields | Config.model_fields
-  heading = None
-  for line in (loader.CONFIGS / "base.yml").read_text(encoding="utf-8").splitlines():
-    if section := re.fullmatch(r"# -+ (.+?) -+", line):
-      heading = f"\n  {section[1]}"
-    elif (key := re.fullmatch(r"(\w+): (.*?)\s+# (.+)", line)) and key[1] in known:
-      if heading:
-        yield heading
-        heading = None
-      yield f"    {key[1] + '=' + key[2].replace('null', ''):<26} {key[3]}"
+  yield from key_listing(DecodeOptions.model_fields | Config.model_fields)
   yield f"\nEvery key of a model file may be given too, for example {EXAMPLE_KEY}."
 
 

@@ -5,7 +5,6 @@ that were taken end, and takes no more.
 """
 
 import os
-import re
 import socket
 import sys
 import time
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 from MaxText.common import command
 from MaxText.common.errors import InputError
 from MaxText.configs import loader
+from MaxText.configs.command_line import EXAMPLE_KEY, config_and_keys, key_listing
 from MaxText.configs.options import ServeOptions
 from MaxText.configs.schema import Config
 from MaxText.inference.compile_cache import compile_compactly, keep_programs
@@ -47,7 +47,6 @@ SIGTERM and SIGINT let what was taken end, up to drain_seconds; a second one end
 
 keys and their defaults:"""
 
-EXAMPLE_KEY = "max_position_embeddings=1024"
 DEFAULT_CONTEXT = 8192  # tokens of a request where max_target_length does not say
 GRACE_SECONDS = 5  # for the last bytes of answers that have ended
 
@@ -58,13 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _command(arguments: list[str]) -> int:
-  if {"-h", "--help", "help"} & set(arguments):
-    print("\n".join(_help()))
+  given = config_and_keys(arguments, USAGE, _help)
+  if given is None:
     return 0
-  if not arguments or "=" in arguments[0]:
-    print(USAGE, file=sys.stderr)
-    raise InputError(f"CONFIG is missing; it comes first (models: {', '.join(loader.known_models())})")
-  config, *overrides = arguments
+  config, overrides = given
   cfg, options = loader.load_command(config, overrides, ServeOptions)
   serve(config, cfg, options)
   return 0
@@ -227,16 +223,7 @@ def _run(app, scheduler, listener: socket.socket, drain_seconds: float) -> None:
 def _help() -> Iterator[str]:
   """Yields the lines of --help; keys, defaults and meanings are those of base.yml."""
   yield HELP.format(models=", ".join(loader.known_models()))
-  known = ServeOptions.model_fields | Config.model_fields
-  heading = None
-  for line in (loader.CONFIGS / "base.yml").read_text(encoding="utf-8").splitlines():
-    if section := re.fullmatch(r"# -+ (.+?) -+", line):
-      heading = f"\n  {section[1]}"
-    elif (key := re.fullmatch(r"(\w+): (.*?)\s+# (.+)", line)) and key[1] in known:
-      if heading:
-        yield heading
-        heading = None
-      yield f"    {key[1] + '=' + key[2].replace('null', ''):<26} {key[3]}"
+  yield from key_listing(ServeOptions.model_fields | Config.model_fields)
   yield f"\nEvery key of a model file may be given too, for example {EXAMPLE_KEY}."
 
 

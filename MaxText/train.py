@@ -5,7 +5,6 @@ stderr and exit status 2.
 """
 
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from datetime import datetime
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from MaxText.common import command
 from MaxText.common.errors import ConfigError, InputError, did_you_mean
 from MaxText.configs import loader
+from MaxText.configs.command_line import config_and_keys, key_listing
 from MaxText.configs.options import SftOptions, TrainOptions
 from MaxText.configs.schema import Config
 from MaxText.inference.compile_cache import compile_compactly, keep_programs
@@ -53,6 +53,7 @@ step whose loss is no number is undone and stops the run with the name of the fi
 Exit status: 0, or 2 for a mistake in what was given.
 
 keys and their defaults:"""
+WIDTH = 34  # of `key=default` in the help; maxtext's names are long
 EPILOGUE = """
 Every key of a model file may be given too, for example base_num_decoder_layers=4; and on the command line
 maxtext's own keys for optimizers, schedules, checkpoints, meshes, profiling and metrics (adam_b1, muon_beta,
@@ -76,13 +77,10 @@ def train_command(arguments: list[str], usage: str, help_text: str, schema: type
   Raises:
     UserError: something given cannot be used.
   """
-  if {"-h", "--help", "help"} & set(arguments):
-    print("\n".join(_help(help_text, schema)))
+  given = config_and_keys(arguments, usage, lambda: _help(help_text, schema))
+  if given is None:
     return 0
-  if not arguments or "=" in arguments[0]:
-    print(usage, file=sys.stderr)
-    raise InputError(f"CONFIG is missing; it comes first (models: {', '.join(loader.known_models())})")
-  config, *overrides = arguments
+  config, overrides = given
   ours, others = _split(overrides)
   cfg, options = loader.load_command(config, ours, schema)
   from MaxText.training import compat
@@ -169,16 +167,7 @@ def _passed(others: Sequence[str]) -> dict[str, Any]:
 def _help(text: str, schema: type[TrainOptions]) -> Iterator[str]:
   """Yields the lines of --help; keys, defaults and meanings are those of base.yml."""
   yield text.format(models=", ".join(loader.known_models()))
-  known = schema.model_fields | Config.model_fields
-  heading = None
-  for line in (loader.CONFIGS / "base.yml").read_text(encoding="utf-8").splitlines():
-    if section := re.fullmatch(r"# -+ (.+?) -+", line):
-      heading = f"\n  {section[1]}"
-    elif (key := re.fullmatch(r"(\w+): (.*?)\s+# (.+)", line)) and key[1] in known:
-      if heading:
-        yield heading
-        heading = None
-      yield f"    {key[1] + '=' + key[2].replace('null', ''):<34} {key[3]}"
+  yield from key_listing(schema.model_fields | Config.model_fields, WIDTH)
   yield EPILOGUE
 
 

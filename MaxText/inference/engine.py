@@ -21,7 +21,7 @@ from MaxText.inference.engine_programs import NO_TOKEN, EngineState, Picked, Slo
 from MaxText.inference.program import Programs
 from MaxText.inference.prompts import Settings
 from MaxText.inference.resources import Resources
-from MaxText.inference.sampling import Sampling
+from MaxText.inference.sampling import rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,15 +242,9 @@ class Engine:
 
 def _settings(settings: Settings, stop_ids: Sequence[int], width: int) -> SlotSettings:
   """The settings of one slot, as what `insert` takes."""
-  sampling = Sampling(
-    temperature=np.float32(settings.temperature),
-    top_k=np.int32(min(settings.top_k, np.iinfo(np.int32).max)),
-    top_p=np.float32(settings.top_p),
-    min_p=np.float32(settings.min_p),
-    seed=np.uint32(settings.seed),
-  )
+  one = rows(1, settings.temperature, settings.top_k, settings.top_p, settings.seed, settings.min_p)
   return SlotSettings(
-    sampling=sampling,
+    sampling=jax.tree.map(lambda x: x[0], one),
     presence_penalty=np.float32(settings.presence_penalty),
     frequency_penalty=np.float32(settings.frequency_penalty),
     alternatives=np.int32(settings.logprobs),

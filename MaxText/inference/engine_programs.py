@@ -17,10 +17,10 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from MaxText.inference import hybrid_cache
+from MaxText.inference.decode_loop import NO_TOKEN
 from MaxText.inference.prompts import MAX_LOGPROBS
 from MaxText.inference.sampling import Sampling, sample
 
-NO_TOKEN = -1  # a step at which a slot picked nothing, and the unused places of a stop list
 ALTERNATIVES = MAX_LOGPROBS
 Leaf = Any
 
