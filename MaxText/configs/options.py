@@ -114,6 +114,7 @@ class TrainOptions(Options):
   train_data_columns: str
   tokenizer_path: str | None
   enable_data_shuffling: bool
+  grain_shuffle_buffer_size: int = Field(gt=0)
   num_epoch: int | None = Field(gt=0)
   grain_worker_count: int = Field(ge=0)
   per_device_batch_size: int = Field(gt=0)

@@ -98,6 +98,7 @@ class Config(BaseModel):
   lora_experts: Literal["shared_a", "per_expert"] = "shared_a"
   expert_weights: Literal["packed", "dequantized"] = "packed"
   mxfp4_qat: bool = False
+  embedding_initializer_range: float | None = Field(default=None, gt=0)
   kda_impl: Literal["auto", "reference", "chunked", "step"] = "auto"
   mla_impl: Literal["auto", "reference", "direct", "absorbed"] = "auto"
   moe_impl: Literal["auto", "reference", "blocked"] = "auto"

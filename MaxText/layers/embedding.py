@@ -13,12 +13,13 @@ class Embedding(nnx.Module):
 
   def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
     self.dtype = cfg.dtype
+    stddev = cfg.embedding_initializer_range or cfg.initializer_range
     self.embedding = params.param(
       rngs,
       (cfg.vocab_size, cfg.base_emb_dim),
       ("vocab", "embed"),
       cfg.parameter_dtype,
-      params.normal(cfg.initializer_range, zero_row=cfg.pad_token_id),
+      params.normal(stddev, zero_row=cfg.pad_token_id),
     )
 
   def __call__(self, ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:

@@ -86,7 +86,7 @@ def packed_chats(
   epochs: int | None = None,
   shard: tuple[int, int] = (0, 1),
 ) -> "ChatBatches":
-  """Returns the batches of one process; arguments as `run.packed`.
+  """Returns the batches of one process; arguments as `data.packed_documents`.
 
   Args:
     chats: by number.

@@ -1,24 +1,68 @@
 """Packed batches of documents, in an order that depends on nothing but the seed, resumable at any step.
 
 A row is T + 1 consecutive tokens of the stream of documents; the next row begins with the last token of the
-row before, so that each token behind another of its document is predicted once. The place of the next row in
-the stream is the whole state: neither threads nor batch size change what a resumed run sees. Packing is told
-by segment ids: no target lies in another document than its input.
+row before, so that each token behind another of its document is predicted once. Rows of a long document would
+make batches of one subject, so they are served in random order within windows. The place of a window in the
+stream, and of the next row in the window, is the whole state: neither threads nor batch size change what a
+resumed run sees. Packing is told by segment ids: no target lies in another document than its input.
+
+Dims: B rows of a batch, T tokens of a row.
 """
 
 import collections
+import functools
+import hashlib
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import grain
 import numpy as np
+from grain.experimental import WindowShuffleIterDataset
 
 from MaxText.common.errors import CheckpointError, InputError
 from MaxText.tokenizers.kimi import KimiTokenizer
 from MaxText.training.documents import Documents
 
 Batch = dict[str, np.ndarray]
+Row = tuple[np.ndarray, np.ndarray]  # ids and segments, int32 [T + 1] each
 PADDING = 0  # segment of no document
+# tells vocabularies apart
+_SAMPLE = "def main(argv): return 12345  # naïve café, 尼罗河 and the rest of it\n"
+
+
+def packed_documents(
+  documents: Documents,
+  tokenizer: KimiTokenizer,
+  end: int,
+  *,
+  batch: int,
+  length: int,
+  threads: int = 0,
+  seed: int | None = None,
+  window: int = 1,
+  epochs: int | None = None,
+  shard: tuple[int, int] = (0, 1),
+) -> grain.IterDataset:
+  """Returns the batches of one process.
+
+  Args:
+    documents: texts by number.
+    tokenizer: makes ids of them.
+    end: id that closes each document.
+    batch: rows of a batch of this process.
+    length: tokens of a row.
+    threads: that tokenise ahead.
+    seed: of the order; None keeps the order of the files.
+    window: packed rows that are served in random order.
+    epochs: how often each document comes; None for without end.
+    shard: (number of this process, number of processes).
+  """
+  order = ordered(documents, seed, epochs, shard).map(Tokenized(tokenizer, end))
+  vocabulary = hashlib.sha256(repr(tokenizer.encode(_SAMPLE)).encode()).hexdigest()[:12]
+  identity = {"documents": len(documents), "bytes": documents.size, "seed": seed, "shard": list(shard)}
+  identity |= {"vocabulary": vocabulary, "end": end, "grain_shuffle_buffer_size": window}
+  return shuffled_batches(PackedRows(order, length, threads, identity), batch, window, seed)
 
 
 class Tokenized(grain.transforms.Map):
@@ -52,48 +96,80 @@ def ordered(
   return dataset.repeat(epochs)
 
 
-class PackedBatches(grain.IterDataset):
-  """Batches [B, T] of packed rows, with the keys that maxtext's loss reads."""
+def shuffled_batches(rows: "PackedRows", batch: int, window: int, seed: int | None) -> grain.IterDataset:
+  """Returns batches [B, T] with the keys that maxtext's loss reads; the last one is filled up with padding.
 
-  def __init__(self, documents: grain.MapDataset, batch: int, length: int, threads: int, identity: dict):
+  Args:
+    rows: packed.
+    batch: rows B of a batch.
+    window: rows that are packed ahead and served in random order.
+    seed: of that order; None keeps the order of the stream.
+  """
+  shuffled: grain.IterDataset = rows
+  if seed is not None and window > 1:
+    shuffled = WindowShuffleIterDataset(rows, window_size=window, seed=seed)
+  return shuffled.batch(batch, drop_remainder=False, batch_fn=functools.partial(_stacked, size=batch))
+
+
+def _stacked(rows: Sequence[Row], size: int) -> Batch:
+  """One batch of `size` rows, of which those at the end of the data are padding."""
+  blank = tuple(np.full_like(part, PADDING) for part in rows[0])
+  return as_batch(*(np.stack(part) for part in zip(*rows, *[blank] * (size - len(rows)))))
+
+
+class PackedRows(grain.IterDataset):
+  """Rows of consecutive tokens, in the order of the documents."""
+
+  def __init__(self, documents: grain.MapDataset, length: int, threads: int, identity: dict):
     """Says what to pack.
 
     Args:
       documents: token ids by number, in the order of training.
-      batch: rows B of a batch.
       length: tokens T of a row.
       threads: documents tokenised at a time, ahead of their use; 0 for none.
       identity: stored with the position; a checkpoint of other data or another order is refused.
     """
     super().__init__(documents)
-    self.documents, self.batch, self.length = documents, batch, length
+    self.documents, self.length = documents, length
     self.threads, self.identity = threads, identity
 
-  def __iter__(self) -> "PackedIterator":
-    return PackedIterator(self)
+  def __iter__(self) -> "RowIterator":
+    return RowIterator(self)
 
 
-class PackedIterator(grain.DatasetIterator):
-  """The stream of batches; its state is the next token: which document, and where in it."""
+class RowIterator(grain.DatasetIterator):
+  """The stream of rows; its state is the next token: which document, and where in it."""
 
   _parent = None  # maxtext looks for worker processes above the iterator, and grain asserts that something is
 
-  def __init__(self, dataset: PackedBatches):
+  def __init__(self, dataset: PackedRows):
     super().__init__()
     self._dataset = dataset
     self._document, self._offset = 0, 0
     self._ahead: collections.OrderedDict[int, Future] = collections.OrderedDict()
     self._pool = ThreadPoolExecutor(dataset.threads) if dataset.threads else None
 
-  def __next__(self) -> Batch:
-    rows = [self._row() for _ in range(self._dataset.batch)]
-    if rows[0] is None:
-      raise StopIteration
-    # the last batch of finite data is filled up with padding
+  def __next__(self) -> Row:
     length = self._dataset.length + 1
-    blank = np.zeros(length, np.int32), np.full(length, PADDING, np.int32)
-    ids, segments = (np.stack(part) for part in zip(*(row or blank for row in rows)))
-    return as_batch(ids, segments)
+    ids, segments = np.zeros(length, np.int32), np.full(length, PADDING, np.int32)
+    number, offset = self._document, self._offset
+    filled = segment = 0
+    while filled < length and (tokens := self._tokens(number)) is not None:
+      if not filled and number - self._document > self._dataset.identity["documents"]:
+        raise InputError("no document of the training data has any text")
+      piece = tokens[offset : offset + length - filled]
+      if len(piece):
+        segment += 1
+        ids[filled : filled + len(piece)] = piece
+        segments[filled : filled + len(piece)] = segment
+        filled += len(piece)
+        offset += len(piece)
+      if offset >= len(tokens):
+        number, offset = number + 1, 0
+    self._document, self._offset = number, max(offset - 1, 0)
+    if not filled:
+      raise StopIteration
+    return ids, segments
 
   def get_state(self) -> dict[str, Any]:
     """Position of the next row, and which data it is a position in."""
@@ -114,27 +190,6 @@ class PackedIterator(grain.DatasetIterator):
     if not self._closed and self._pool is not None:
       self._pool.shutdown(wait=False, cancel_futures=True)
     super().close()
-
-  def _row(self) -> tuple[np.ndarray, np.ndarray] | None:
-    """Ids and segments [T + 1] of the next row, or None at the end of the data."""
-    length = self._dataset.length + 1
-    ids, segments = np.zeros(length, np.int32), np.full(length, PADDING, np.int32)
-    number, offset = self._document, self._offset
-    filled = segment = 0
-    while filled < length and (tokens := self._tokens(number)) is not None:
-      if not filled and number - self._document > self._dataset.identity["documents"]:
-        raise InputError("no document of the training data has any text")
-      piece = tokens[offset : offset + length - filled]
-      if len(piece):
-        segment += 1
-        ids[filled : filled + len(piece)] = piece
-        segments[filled : filled + len(piece)] = segment
-        filled += len(piece)
-        offset += len(piece)
-      if offset >= len(tokens):
-        number, offset = number + 1, 0
-    self._document, self._offset = number, max(offset - 1, 0)
-    return (ids, segments) if filled else None
 
   def _tokens(self, number: int) -> np.ndarray | None:
     documents = self._dataset.documents

@@ -4,7 +4,6 @@ A run's directory holds config.json and the tokenizer, as every checkpoint does,
 checkpoints below `checkpoints/`.
 """
 
-import hashlib
 import importlib.util
 import sys
 from collections.abc import Mapping
@@ -50,8 +49,6 @@ AXIS_RULES = [
   *(["expert", "expert"], ["expert_mlp", ["tensor"]], ["latent", ["fsdp"]], ["latent", ["tensor"]]),
   ["head_dim", []],
 ]
-# tells vocabularies apart
-_SAMPLE = "def main(argv): return 12345  # naïve café, 尼罗河 and the rest of it\n"
 ADAPTERS_FILE = "adapters.safetensors"  # beside config.json, when a run that trains adapters has ended
 ROW_LENGTH = 256  # tokens, unless max_target_length says otherwise
 
@@ -246,37 +243,6 @@ def _chats(options: TrainOptions, chat: ChatFormat, rendering: ChatOptions) -> d
   return {key: find_chats(key, getattr(options, key), chat, length, rendering) for key in keys}
 
 
-def packed(
-  documents: Documents,
-  tokenizer: KimiTokenizer,
-  end: int,
-  *,
-  batch: int,
-  length: int,
-  threads: int = 0,
-  seed: int | None = None,
-  epochs: int | None = None,
-  shard: tuple[int, int] = (0, 1),
-) -> data.PackedBatches:
-  """Returns the batches of one process.
-
-  Args:
-    documents: texts by number.
-    tokenizer: makes ids of them.
-    end: id that closes each document.
-    batch: rows of a batch of this process.
-    length: tokens of a row.
-    threads: that tokenise ahead.
-    seed: of the order; None keeps the order of the files.
-    epochs: how often each document comes; None for without end.
-    shard: (number of this process, number of processes).
-  """
-  order = data.ordered(documents, seed, epochs, shard).map(data.Tokenized(tokenizer, end))
-  vocabulary = hashlib.sha256(repr(tokenizer.encode(_SAMPLE)).encode()).hexdigest()[:12]
-  identity = {"documents": len(documents), "bytes": documents.size, "seed": seed, "shard": list(shard)}
-  return data.PackedBatches(order, batch, length, threads, identity | {"vocabulary": vocabulary, "end": end})
-
-
 # --- parts of the loop --------------------------------------------------------------------------------------
 
 
@@ -296,7 +262,8 @@ def _parts(cfg, options, config, documents, tokenizer, progress, record) -> comp
       datasets[key] = packed_chats(found, **form)
     else:
       threads = options.grain_worker_count
-      datasets[key] = packed(found, tokenizer, cfg.eos_token_id, threads=threads, **form)
+      form |= {"threads": threads, "window": options.grain_shuffle_buffer_size}
+      datasets[key] = data.packed_documents(found, tokenizer, cfg.eos_token_id, **form)
   # where adapters are trained, everything else is frozen, and so are the router biases
   balance = 0.0 if cfg.lora_rank else options.routed_bias_update_rate
   tokens = config.per_device_batch_size * config.gradient_accumulation_steps * config.max_target_length

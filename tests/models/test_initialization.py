@@ -57,6 +57,15 @@ def test_matrices_are_normal_with_the_published_deviation(weights, ending):
   assert abs(np.mean(values**4) - 3) < 5 * error  # a uniform draw of that deviation has 1.8
 
 
+def test_embeddings_may_have_a_deviation_of_their_own():
+  keys = ["base_num_decoder_layers=1", "full_attn_layers=[1]", "attn_res_block_size=1"]
+  small, own = (
+    drawn(load("kimi-k3-tiny", [PLAIN, *keys, *more])) for more in ([], ["embedding_initializer_range=0.5"])
+  )
+  small, own = (weights.pop("embed_tokens.embedding") for weights in (small, own))
+  assert abs(small.std() / 0.02 - 1) < 0.02 and abs(own.std() / 0.5 - 1) < 0.02
+
+
 def test_the_padding_row_of_the_embedding_is_zero_and_no_other(weights):
   rows = np.abs(weights["embed_tokens.embedding"]).max(axis=1)
   assert np.flatnonzero(rows == 0).tolist() == [1023]

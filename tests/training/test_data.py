@@ -24,9 +24,10 @@ class Bytes:
 END = 300
 
 
-def batches(texts, batch=2, length=8, threads=0, seed=None, epochs=1, documents_=None):
+def batches(texts, batch=2, length=8, threads=0, seed=None, epochs=1, window=1):
   order = data.ordered(texts, seed, epochs, (0, 1)).map(data.Tokenized(Bytes(), END))
-  return data.PackedBatches(order, batch, length, threads, {"documents": len(texts), "seed": seed})
+  rows = data.PackedRows(order, length, threads, {"documents": len(texts), "seed": seed})
+  return data.shuffled_batches(rows, batch, window, seed)
 
 
 def streams(texts):
@@ -80,15 +81,35 @@ def test_threads_change_nothing():
 
 @pytest.mark.parametrize("stop", [1, 4, 9])
 @pytest.mark.parametrize("threads, resumed_threads", [(0, 2), (3, 0)])
-def test_a_stored_position_goes_on_exactly(stop, threads, resumed_threads):
-  whole = list(batches(TEXTS, seed=1, epochs=2))
-  first = iter(batches(TEXTS, seed=1, epochs=2, threads=threads))
+@pytest.mark.parametrize(
+  "window", [1, 4, 5, 1000]
+)  # a window that ends with a batch, inside one, and with the data
+def test_a_stored_position_goes_on_exactly(stop, threads, resumed_threads, window):
+  settings = dict(seed=1, epochs=2, window=window)
+  whole = list(batches(TEXTS, **settings))
+  first = iter(batches(TEXTS, threads=threads, **settings))
   for _ in range(stop):
     next(first)
   state = json.loads(json.dumps(first.get_state()))
-  second = iter(batches(TEXTS, seed=1, epochs=2, threads=resumed_threads))
+  second = iter(batches(TEXTS, threads=resumed_threads, **settings))
   second.set_state(state)
   assert equal(list(second), whole[stop:])
+
+
+@pytest.mark.parametrize("window", [2, 7, 1000])
+def test_a_window_changes_the_order_of_rows_and_nothing_else(window):
+  rows = lambda window: [
+    *(
+      tuple(row)
+      for batch in batches(TEXTS, batch=1, seed=1, window=window)
+      for row in batch["targets"].tolist()
+    )
+  ]
+  plain, shuffled = rows(1), rows(window)
+  assert shuffled != plain and sorted(shuffled) == sorted(plain)
+  if window < len(plain):
+    assert sorted(shuffled[:window]) == sorted(plain[:window])
+  assert predicted(batches(TEXTS, seed=None, window=window)) == predicted(batches(TEXTS))
 
 
 def test_each_epoch_has_every_document_in_another_order():

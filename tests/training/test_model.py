@@ -56,8 +56,8 @@ def documents():
 
 def packed(documents, length, batch=1):
   order = grain.MapDataset.source(documents)
-  batches = data.PackedBatches(order, batch, length, 0, {"documents": len(documents)})
-  return [jax.tree.map(jnp.asarray, batch) for batch in batches]
+  rows = data.PackedRows(order, length, 0, {"documents": len(documents)})
+  return [jax.tree.map(jnp.asarray, each) for each in data.shuffled_batches(rows, batch, 1, None)]
 
 
 def alone(documents):
