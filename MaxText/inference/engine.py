@@ -173,19 +173,26 @@ class Engine:
     # an answer ends at the longest request's last token, however many steps are asked for
     return self.resources.grow(slot, min(int(self._length[slot]) + steps, self.max_target_length))
 
-  def decode(self, limit: int | None = None) -> Picked:
-    """Runs up to `limit` steps (`steps` when None) of all active slots, whose pages have to reach that far.
+  def decode(self, limit: int | None = None, only: Sequence[int] | None = None) -> Picked:
+    """Runs some steps of the active slots, whose pages have to reach that far.
+
+    Args:
+      limit: most steps; `steps` when None.
+      only: the slots that go on, all of them when None.
 
     Raises:
       RuntimeError: a slot was not given the pages that these steps need.
     """
     limit = min(limit or self.steps, self.steps)
-    for slot in np.flatnonzero(self._active):
+    chosen = np.full(len(self._active), only is None)
+    chosen[list(only or ())] = True
+    for slot in np.flatnonzero(self._active & chosen):
       if not self.grow(int(slot), limit):
         raise RuntimeError(
           f"slot {slot} has no pages for {limit} more tokens; grow it, or take it out, first"
         )
-    picked = self._picked(self._decode, self.resources.table.copy(), np.int32(limit), steps=self.steps)
+    table = self.resources.table.copy()
+    picked = self._picked(self._decode, table, np.int32(limit), chosen, steps=self.steps)
     self._length += np.sum(picked.token != NO_TOKEN, axis=1)
     return picked
 

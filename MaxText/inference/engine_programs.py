@@ -174,31 +174,39 @@ def begin(decoder: nnx.Module, state: EngineState, slot: Int[Array, ""]) -> tupl
 
 
 def decode(
-  decoder: nnx.Module, state: EngineState, table: Int[Array, "S N"], limit: Int[Array, ""], *, steps: int
+  decoder: nnx.Module,
+  state: EngineState,
+  table: Int[Array, "S N"],
+  limit: Int[Array, ""],
+  chosen: Bool[Array, "S"],
+  *,
+  steps: int,
 ) -> tuple[Picked, EngineState]:
-  """Runs up to `limit` steps of one token an active slot, fewer when every slot has stopped.
+  """Runs up to `limit` steps of one token a chosen active slot, fewer when every one has stopped.
 
   Args:
     decoder: the model.
     state: the state before.
     table: [S, N] pages of every slot, enough for the tokens of this dispatch.
     limit: steps to run, at most `steps`; traced, so that a short dispatch compiles nothing.
+    chosen: [S] the slots that go on; the others keep every bit.
     steps: M, the width of the result.
   """
 
   def unfinished(carry):
     index, _, state = carry
-    return (index < limit) & jnp.any(state.active)
+    return (index < limit) & jnp.any(state.active & chosen)
 
   def step(carry):
     index, picked, state = carry
-    active = state.active.astype(jnp.int32)
+    goes_on = state.active & chosen
+    active = goes_on.astype(jnp.int32)
     cache = hybrid_cache.view(state.pools, table, state.length)
     hidden, cache = decoder.hidden(state.token[:, None], cache, active[:, None])
     state = dataclasses.replace(
       state, pools=hybrid_cache.store(state.pools, cache), length=state.length + active
     )
-    new, state = _pick(decoder, state, hidden[:, 0], state.active)
+    new, state = _pick(decoder, state, hidden[:, 0], goes_on)
     put = lambda whole, one: jax.lax.dynamic_update_slice_in_dim(whole, one, index, axis=1)
     return index + 1, jax.tree.map(put, picked, new), state
 

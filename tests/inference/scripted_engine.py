@@ -71,11 +71,12 @@ class ScriptedEngine:
     self._running[slot][2] += steps
     return self.resources.grow(slot, min(self._running[slot][2], self.max_target_length))
 
-  def decode(self, limit=None):
+  def decode(self, limit=None, only=None):
     if self.gate is not None:
       self.gate.wait(10)
     time.sleep(self.seconds)
-    return self._pick(np.flatnonzero(self.active).tolist(), self.steps)
+    going = np.flatnonzero(self.active).tolist()
+    return self._pick([slot for slot in going if only is None or slot in only], self.steps)
 
   def finite(self):
     return np.array([slot not in self.broken for slot in range(len(self.active))])

@@ -117,6 +117,27 @@ def test_any_order_of_events_gives_the_solo_answers(engine, requests, data):
   assert engine.program_count <= max(count, 9)
 
 
+def test_slots_that_are_not_chosen_keep_every_bit(engine, requests):
+  """Two answers stand still while a third goes on; in the end all are those of the solo runs."""
+  answers = {}
+  for number in (1, 4, 7):
+    slot, tokens = start(engine, requests[number][0])
+    answers[slot] = (number, tokens)
+  chosen, *others = answers
+  before = [memory(engine, slot) for slot in others]
+  for limit in (1, 3):
+    picked = engine.decode(limit, only=[chosen]).token
+    answers[chosen][1].extend(picked[chosen][:limit].tolist())
+    assert np.all(np.delete(picked, chosen, axis=0) == NO_TOKEN)
+  for slot, bits in zip(others, before):
+    assert_equal_trees(memory(engine, slot), bits)
+  assert np.all(engine.decode(only=[]).token == NO_TOKEN)
+  finish(engine, {slot: tokens for slot, (_, tokens) in answers.items()})
+  for slot, (number, tokens) in answers.items():
+    assert tokens == requests[number][1]
+    engine.reset_slot(slot)
+
+
 def test_idle_slots_keep_every_bit(engine, requests):
   slot, _ = start(engine, requests[6][0])
   finish(engine, {slot: []})
