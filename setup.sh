@@ -63,9 +63,10 @@ installed() {
   [ -x "$python" ] && [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(fingerprint)" ]
 }
 
-# install NAME REQUIREMENT: the stamp is written last, so an interrupted installation is done again.
+# install NAME REQUIREMENT [BARE]: BARE is a package that goes on top without its own requirements.
+# The stamp is written last, so an interrupted installation is done again.
 install() {
-  local base output
+  local base
   if ! "$python" -c 'import sys, pip; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then
     base=$(find_python)
     "$base" -m venv --clear "$venv"
@@ -73,9 +74,15 @@ install() {
   rm -f "$venv/.installed-$1"
   echo "setup.sh: installing into $venv (once: 1 to 2 GB, some minutes)" >&2
   # editable: the checkout is what runs, and on a case-insensitive disk it never meets a package named maxtext
-  output=$("$python" -m pip install --disable-pip-version-check --editable "$2" 2>&1) ||
-    fail "the installation failed:"$'\n'"$output"
+  pip_install --editable "$2"
+  if [ $# -gt 2 ]; then pip_install --no-deps "$3"; fi
   fingerprint >"$venv/.installed-$1"
+}
+
+pip_install() {
+  local output
+  output=$("$python" -m pip install --disable-pip-version-check "$@" 2>&1) ||
+    fail "the installation failed:"$'\n'"$output"
 }
 
 # The arguments of the decoder, with the bundled model and a prompt where the user names none.
@@ -99,7 +106,8 @@ case $command in
     decode "$@"
     ;;
   test)
-    installed dev || install dev "${root}[dev]"
+    # JetStream's own requirements bring TensorFlow, which nothing here needs
+    installed dev || install dev "${root}[dev]" google-jetstream==0.2.2
     cd "$root"
     # a file's tests share what they compile, so a file stays with one process
     exec "$python" -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder "$@"

@@ -47,7 +47,6 @@ SIGTERM and SIGINT let what was taken end, up to drain_seconds; a second one end
 
 keys and their defaults:"""
 
-DEFAULT_CONTEXT = 8192  # tokens of a request where max_target_length does not say
 GRACE_SECONDS = 5  # for the last bytes of answers that have ended
 
 
@@ -80,7 +79,7 @@ def serve(config: str, cfg: Config, options: ServeOptions) -> None:
   from MaxText.inference import memory
 
   _check_extra()
-  context = min(cfg.max_position_embeddings, options.max_target_length or DEFAULT_CONTEXT)
+  context = options.context(cfg.max_position_embeddings)
   pages = options.pages or options.slots * -(-context // options.page_size)
   memory.check_fits(cfg, options.slots, -(-pages // options.slots) * options.page_size)
   key = _api_key(options)
@@ -121,21 +120,15 @@ def load(
     CheckpointError: the weights cannot be used.
     InputError: the model has no tokenizer.
   """
-  from MaxText.inference import weights
-  from MaxText.inference.engine import Engine
-  from MaxText.inference.model import default_stop_ids
+  from MaxText.inference.loading import load_engine
   from MaxText.inference.openai_jobs import ServedModel
   from MaxText.tokenizers.chat import formats
 
-  source = weights.find(cfg, options.checkpoint, config)
-  tokenizer = weights.read_tokenizer(cfg, source)
-  if tokenizer is None:
-    raise InputError(f"{config}: serving needs a tokenizer (tiktoken.model beside the weights)")
-  decoder, words = weights.read_decoder(cfg, source, options.seed)
-  if words.startswith(weights.RANDOM):
-    print(f"WARNING: {words}: the answers mean nothing", file=sys.stderr)
-  engine = Engine(
-    decoder,
+  engine, tokenizer, stop_ids = load_engine(
+    config,
+    cfg,
+    options.checkpoint,
+    options.seed,
     slots=options.slots,
     pages=pages,
     page_size=options.page_size,
@@ -152,7 +145,7 @@ def load(
     tokenizer=tokenizer,
     chat=chat,
     vocab_size=cfg.vocab_size,
-    stop_ids=default_stop_ids(cfg, tokenizer),
+    stop_ids=stop_ids,
     context=engine.max_target_length,
     created=int(time.time()),
   )

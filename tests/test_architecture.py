@@ -73,6 +73,7 @@ VIOLATIONS = [
   (third_parties_are_declared, "MaxText/training/sft.py", "from transformers import AutoModel"),
   (third_parties_are_declared, "MaxText/inference/scheduler.py", "import prometheus_client"),
   (third_parties_are_declared, "MaxText/inference/openai_server.py", "import maxtext"),
+  (third_parties_are_declared, "MaxText/inference/jetstream_adapter.py", "from jetstream.engine import x"),
   (only_the_loader_reads_yaml, "MaxText/configs/loader.py", "import yaml"),
   (only_the_loader_reads_yaml, "MaxText/configs/published.py", "yaml_text.parse(text, 'a')"),
   (names_are_nouns, "MaxText/layers/utils.py", ""),

@@ -17,7 +17,8 @@ from tests.inference.served import httpx, sample, serving
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 ROOT = Path(__file__).parents[1]
-KEYS = ["slots=2", "pages=24", "page_size=16", "prefill_chunk=16", "scan_layers=true", "seed=3"]
+# tests/inference/test_jetstream_server.py has an engine of the same shapes, and so the same programs
+KEYS = ["slots=3", "pages=48", "page_size=16", "prefill_chunk=16", "scan_layers=true", "seed=3"]
 PROMPTS = ["def main(", "import ", "尼罗河 😀 = ", "class A:\n  def __init__(self"]
 NEW = 12
 MARGIN = 1e-4
@@ -60,7 +61,7 @@ def server(loaded, solo):
 
 
 def test_served_answers_are_the_solo_ones_and_metrics_are_the_truth(server, solo):
-  """Greedy, four at a time on two slots, whole and streamed."""
+  """Greedy, eight at a time on three slots, whole and streamed."""
   before = server.engine.program_count
   results, truth = {}, {"generated": 0, "prompt": 0, "stop": 0, "length": 0}
 
@@ -105,13 +106,13 @@ def test_served_answers_are_the_solo_ones_and_metrics_are_the_truth(server, solo
     "maxtext_requests_waiting": 0,
     "maxtext_requests_running": 0,
     "maxtext_slots_used": 0,
-    "maxtext_slots_free": 2,
+    "maxtext_slots_free": 3,
     "maxtext_pages_used": 0,
-    "maxtext_pages_free": 24,
+    "maxtext_pages_free": 48,
   }
   assert {name: sample(server.metrics, name) for name in told} == told
   assert httpx.get(f"{server.url}/metrics").text.startswith("# HELP")
-  # two slots for eight at once: most of them wait, and that counts
+  # three slots for eight at once: most of them wait, and that counts
   mean = sample(server.metrics, "maxtext_time_to_first_token_seconds_sum") / 8
   assert mean > sample(server.metrics, "maxtext_inter_token_seconds_sum") / truth["generated"]
 

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -107,13 +108,21 @@ def test_tests_run_in_the_checkout_with_their_extra(with_python):
     given
     == "<-n><auto><--maxprocesses><4><--dist><loadfile><--no-loadscope-reorder><-x><tests/test_setup.py>\n"
   )
-  assert with_python.installs[0].endswith(f"{with_python.root}[dev]")
+  assert with_python.installs[0].endswith(f"--editable {with_python.root}[dev]")
+
+
+def test_tests_install_jetstream_as_its_extra_says_but_without_its_requirements(with_python):
+  with_python.run("test")
+  extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+  assert with_python.installs[1].split()[-2:] == ["--no-deps", *extras["jetstream"]]
+  assert len(with_python.installs) == 2 and "jetstream-slim" in extras["dev"][0]
 
 
 def test_decode_after_test_installs_nothing(with_python):
   with_python.run("test")
+  installs = with_python.installs
   with_python.run("decode")
-  assert len(with_python.installs) == 1
+  assert with_python.installs == installs
 
 
 def test_a_changed_requirement_installs_again(with_python):

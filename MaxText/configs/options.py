@@ -9,6 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from MaxText.configs.mesh import MESH_AXES, size_key
 
+DEFAULT_CONTEXT = 8192  # tokens of a served request where max_target_length does not say
 MaybePath = Annotated[str | None, BeforeValidator(lambda text: text or None)]  # `key=` alone names no path
 
 
@@ -70,8 +71,8 @@ class ConvertOptions(Options):
   max_shard_bytes: int = Field(gt=0)
 
 
-class ServeOptions(Options):
-  """What `python -m MaxText.serve` does with a model."""
+class ServerOptions(Options):
+  """What every server needs to know: the weights, the memory of its requests, its address."""
 
   checkpoint: MaybePath
   seed: int = Field(ge=0)
@@ -79,16 +80,33 @@ class ServeOptions(Options):
   prefill_chunk: int = Field(gt=0)
   host: str = Field(min_length=1)
   port: int = Field(ge=0, le=65535)
+  slots: int = Field(gt=0)
+  page_size: int = Field(gt=0)
+  drain_seconds: float = Field(ge=0)
+
+  def context(self, longest: int) -> int:
+    """Returns the most tokens of a request with a model that knows positions up to `longest`."""
+    return min(longest, self.max_target_length or DEFAULT_CONTEXT)
+
+
+class JetStreamOptions(ServerOptions):
+  """What `python -m MaxText.inference.jetstream_server` does with a model; all requests sample alike."""
+
+  temperature: float = Field(ge=0)
+  top_k: int = Field(ge=0)
+  top_p: float = Field(gt=0, le=1)
+
+
+class ServeOptions(ServerOptions):
+  """What `python -m MaxText.serve` does with a model."""
+
   api_key: str | None = Field(min_length=1)
   api_key_file: MaybePath
   served_model_name: str | None = Field(min_length=1)
-  slots: int = Field(gt=0)
   pages: int | None = Field(gt=0)
-  page_size: int = Field(gt=0)
   steps_per_round: int = Field(gt=0, le=4096)
   queue_limit: int = Field(gt=0)
   request_seconds: float = Field(gt=0)
-  drain_seconds: float = Field(ge=0)
   max_body_bytes: int = Field(gt=0)
 
   @model_validator(mode="after")
@@ -161,5 +179,6 @@ COMMANDS: tuple[type[Options], ...] = (
   ConvertOptions,
   TrainOptions,
   SftOptions,
+  JetStreamOptions,
   ServeOptions,
 )

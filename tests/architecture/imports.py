@@ -28,12 +28,17 @@ EXTRAS = {
   "MaxText/training": {"maxtext", "optax", "grain", "pyarrow"},
   "MaxText/inference/metrics.py": {"prometheus_client"},
   "MaxText/inference/openai_server.py": {"fastapi"},
+  "MaxText/inference/jetstream_server.py": {"grpc"},
+  "MaxText/inference/jetstream_shim.py": {"jetstream"},
+  "MaxText/inference/jetstream_service.py": {"grpc"},
   "MaxText/serve.py": {"fastapi", "prometheus_client", "uvicorn"},
 }
 IMPORT_NAMES = {
   "pyyaml": "yaml",
   "orbax-checkpoint": "orbax",
   "prometheus-client": "prometheus_client",
+  "google-jetstream": "jetstream",
+  "grpcio": "grpc",
 }  # where it is not the distribution's own name
 
 
