@@ -5,7 +5,7 @@ import sys
 
 if "--accelerator" not in sys.argv:
   os.environ["JAX_PLATFORMS"] = "cpu"
-# eight devices; and XLA's programs as they are, but with little of LLVM's time: the tests compile more than they run
+# eight devices; and little of LLVM's time, as tests compile more than they run (XLA's own passes stay)
 os.environ["XLA_FLAGS"] = " ".join(
   [
     os.environ.get("XLA_FLAGS", ""),
