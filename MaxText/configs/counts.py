@@ -23,6 +23,7 @@ class Counts(NamedTuple):
     tensors: tensors in the published layout.
     bytes_by_dtype: safetensors dtype name -> bytes in the published layout.
     packed_expert_bytes: bytes of MXFP4 experts, values and scales; 0 when experts are stored plain.
+    float32: parameters that stay in float32 whatever the dtype.
   """
 
   total: int
@@ -30,6 +31,7 @@ class Counts(NamedTuple):
   tensors: int
   bytes_by_dtype: dict[str, int]
   packed_expert_bytes: int
+  float32: int
 
   @property
   def stored_bytes(self) -> int:
@@ -72,6 +74,7 @@ def count(cfg: Config) -> Counts:
     tensors=sum(piece.tensors for piece in pieces),
     bytes_by_dtype=dict(stored),
     packed_expert_bytes=stored["U8"],
+    float32=sum(piece.parameters for piece in pieces if piece.dtype == "F32"),
   )
 
 

@@ -13,6 +13,14 @@ DEFAULT_CONTEXT = 8192  # tokens of a served request where max_target_length doe
 MaybePath = Annotated[str | None, BeforeValidator(lambda text: text or None)]  # `key=` alone names no path
 
 
+def _split(given: object) -> object:
+  """Turns "64,128" into ("64", "128") or (64, 128): maxtext's files write lists as text."""
+  if not isinstance(given, str):
+    return given
+  words = [word.strip() for word in given.split(",")]
+  return tuple(int(word) if word.isdecimal() else word for word in words)
+
+
 class Options(BaseModel):
   """Frozen and strict, like the model's own schema."""
 
@@ -116,6 +124,42 @@ class ServeOptions(ServerOptions):
     return self
 
 
+Stage = Literal["prefill", "insert", "prefill-multisampling", "generate", "sweep", "end-to-end"]
+
+
+class MicrobenchmarkOptions(Options):
+  """What `python -m MaxText.inference_microbenchmark` does with a model; long names are maxtext's."""
+
+  checkpoint: MaybePath
+  seed: int = Field(ge=0)
+  max_target_length: int | None = Field(gt=1)
+  max_new_tokens: int = Field(gt=1)
+  prefill_chunk: int = Field(gt=0)
+  slots: int = Field(gt=0)
+  pages: int | None = Field(gt=0)
+  page_size: int = Field(gt=0)
+  steps_per_round: int = Field(gt=0, le=4096)
+  inference_microbenchmark_stages: Annotated[tuple[Stage, ...], BeforeValidator(_split)]
+  inference_microbenchmark_prefill_lengths: Annotated[tuple[int, ...], BeforeValidator(_split)]
+  inference_microbenchmark_loop_iters: int = Field(gt=0)
+  inference_microbenchmark_log_file_path: MaybePath
+  inference_microbenchmark_num_samples: Annotated[tuple[int, ...], BeforeValidator(_split)]
+  inference_microbenchmark_plot_path: MaybePath
+  inference_microbenchmark_batch_sizes: tuple[int, ...] | None
+  inference_microbenchmark_context_lengths: Annotated[tuple[int, ...], BeforeValidator(_split)]
+  inference_microbenchmark_requests: int | None = Field(gt=0)
+
+  @model_validator(mode="after")
+  def _counts_something(self) -> "MicrobenchmarkOptions":
+    for key in ("stages", "prefill_lengths", "num_samples", "batch_sizes", "context_lengths"):
+      given = getattr(self, name := f"inference_microbenchmark_{key}")
+      if given is not None and not given:
+        raise ValueError(f"{name}: got an empty list, expected at least one entry")
+      if wrong := [each for each in given or () if isinstance(each, int) and each < 1]:
+        raise ValueError(f"{name}: got {wrong[0]}, expected whole numbers > 0")
+    return self
+
+
 class TrainOptions(Options):
   """What `python -m MaxText.train` does with a model; `training/run.py` hands most of it on to maxtext."""
 
@@ -181,4 +225,5 @@ COMMANDS: tuple[type[Options], ...] = (
   SftOptions,
   JetStreamOptions,
   ServeOptions,
+  MicrobenchmarkOptions,
 )

@@ -115,6 +115,16 @@ class Engine:
     return self._programs.compile_seconds
 
   @property
+  def implementations(self) -> dict[str, str]:
+    """Operation -> implementation that the programs so far use."""
+    used = self._programs.implementations
+    return {op: "+".join(sorted(names)) for op, names in sorted(used.items())}
+
+  def wait(self) -> None:
+    """Returns when everything that was asked for is done: programs run behind the host's back."""
+    jax.block_until_ready(self._state)
+
+  @property
   def active(self) -> np.ndarray:
     """[S] bool, the slots that `decode` goes on with."""
     return self._active.copy()

@@ -6,11 +6,9 @@ from pathlib import Path
 import jax
 
 from MaxText.common.errors import InputError
-from MaxText.configs import counts
+from MaxText.configs import costs, counts
 from MaxText.configs.schema import Config
 
-_MXFP4_BYTES = 17 / 32  # of one value: half a byte and its share of a scale
-_ITEM = {"float32": 4, "bfloat16": 2}
 _LENGTH_BYTES = 4
 GIB = 2**30
 _CGROUPS = (  # limit, use and statistics of a container, in versions 2 and 1 of Linux' control groups
@@ -45,22 +43,18 @@ def check_fits(cfg: Config, batch: int = 1, capacity: int = 1) -> None:
 def weight_bytes(cfg: Config) -> int:
   """Returns the bytes of the parameters as they stay in memory."""
   size = counts.count(cfg)
-  item = _ITEM[cfg.parameter_dtype]
+  item = costs.ITEM_BYTES[cfg.parameter_dtype]
   stored = size.bytes_by_dtype
   plain = stored.get("F32", 0) + stored.get("BF16", 0) // 2 * item
   if cfg.packs_experts:
     return plain + size.packed_expert_bytes
-  return plain + int(size.packed_expert_bytes / _MXFP4_BYTES) * item
+  return plain + int(size.packed_expert_bytes / costs.MXFP4_BYTES) * item
 
 
 def cache_bytes(cfg: Config, batch: int, capacity: int) -> int:
   """Returns the bytes of the caches of `batch` rows of `capacity` slots: the layouts of `layers.cache`."""
-  item, H, K = _ITEM[cfg.dtype], cfg.kda_num_heads, cfg.kda_head_dim
-  window = (cfg.short_conv_kernel_size - 1) * 3 * H * K * item
-  state = H * K * K * _ITEM["float32"]
-  latents = capacity * cfg.latent_width * item + _LENGTH_BYTES
-  full = len(cfg.full_attn_layers)
-  return batch * ((cfg.base_num_decoder_layers - full) * (window + state) + full * latents)
+  lengths = len(cfg.full_attn_layers) * _LENGTH_BYTES
+  return batch * (costs.state_bytes(cfg) + capacity * costs.latent_bytes(cfg) + lengths)
 
 
 def available_bytes() -> tuple[int, str]:

@@ -27,6 +27,7 @@ ARROWS = {
 EXTRAS = {
   "MaxText/training": {"maxtext", "optax", "grain", "pyarrow"},
   "MaxText/inference/metrics.py": {"prometheus_client"},
+  "MaxText/inference/microbenchmark_plot.py": {"matplotlib"},
   "MaxText/inference/openai_server.py": {"fastapi"},
   "MaxText/inference/jetstream_server.py": {"grpc"},
   "MaxText/inference/jetstream_shim.py": {"jetstream"},

@@ -1,0 +1,152 @@
+"""`python -m MaxText.inference_microbenchmark CONFIG key=value ...`: times what serving is made of.
+
+The results go to stdout as JSON, under the names of maxtext's own benchmark; everything else goes to stderr.
+A user's mistake is one line on stderr and exit status 2, before anything is measured.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from MaxText.common import command
+from MaxText.common.errors import InputError
+from MaxText.configs import loader
+from MaxText.configs.command_line import EXAMPLE_KEY, config_and_keys, key_listing
+from MaxText.configs.options import MicrobenchmarkOptions
+from MaxText.configs.schema import Config
+from MaxText.inference.compile_cache import compile_compactly
+
+if TYPE_CHECKING:
+  from MaxText.inference.microbenchmark import Microbenchmark
+  from MaxText.inference.microbenchmark_extent import Extent
+
+USAGE = "usage: python -m MaxText.inference_microbenchmark CONFIG key=value ...   (--help lists the keys)"
+HELP = """usage: python -m MaxText.inference_microbenchmark CONFIG key=value ...
+
+Times prompts, insertion, decoding and whole requests of a Kimi K3 or Kimi-Linear model on this machine.
+
+CONFIG is a model name ({models}), a .yml file, a path inside the package
+(configs/models/kimi-k3.yml), or a checkpoint directory with its own config.json. Without weights they are
+random; prompts always are.
+
+examples:
+  python -m MaxText.inference_microbenchmark kimi-k3-tiny
+  python -m MaxText.inference_microbenchmark DIR slots=16 inference_microbenchmark_log_file_path=results.json
+  python -m MaxText.inference_microbenchmark DIR inference_microbenchmark_stages=sweep \\
+    inference_microbenchmark_context_lengths=1024,8192,65536 inference_microbenchmark_plot_path=sweep.png
+
+stages: prefill (prompts and, as in maxtext, insert), insert (alone), prefill-multisampling (several answers
+to one prompt), generate (steps of all slots), sweep (steps over batch sizes and contexts), end-to-end
+(requests through the scheduler). slots is the batch, per_device_batch_size in maxtext.
+
+The results go to stdout as JSON, and to inference_microbenchmark_log_file_path. Each run compiles its
+programs anew, and reports how long that took, unless JAX_COMPILATION_CACHE_DIR names where to keep them.
+Exit status: 0, or 2 for a mistake in what was given.
+
+keys and their defaults:"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+  """Runs the command and returns its exit status."""
+  return command.run(_command, arguments)
+
+
+def _command(arguments: list[str]) -> int:
+  given = config_and_keys(arguments, USAGE, _help)
+  if given is None:
+    return 0
+  config, overrides = given
+  cfg, options = loader.load_command(config, overrides, MicrobenchmarkOptions)
+  measure(config, cfg, options)
+  return 0
+
+
+def measure(config: str, cfg: Config, options: MicrobenchmarkOptions) -> None:
+  """Measures, and writes what came out to stdout and to the files that `options` names.
+
+  Args:
+    config: what the user named as configuration.
+    cfg: the model.
+    options: the keys of this command.
+
+  Raises:
+    UserError: something given cannot be measured or written; nothing was measured then.
+  """
+  from MaxText.inference import memory
+  from MaxText.inference.microbenchmark_extent import extent
+  from MaxText.inference.microbenchmark_plot import check_plot, plot
+
+  reach = extent(cfg, options)
+  picture = options.inference_microbenchmark_plot_path
+  log = options.inference_microbenchmark_log_file_path
+  _check_writable("inference_microbenchmark_log_file_path", log)
+  _check_writable("inference_microbenchmark_plot_path", picture)
+  if picture is not None:
+    check_plot(Path(picture))
+  # before the slow imports: a model of terabytes is refused at once
+  memory.check_fits(cfg, options.slots, -(-reach.pages // options.slots) * options.page_size)
+  benchmark, words = load(config, cfg, options, reach)
+  from MaxText.inference.microbenchmark import summary
+
+  results = benchmark.run()
+  results["environment"]["weights"] = words
+  text = json.dumps(results, indent=2)
+  print(text, flush=True)
+  if log is not None:
+    Path(log).write_text(text + "\n", encoding="utf-8")
+  if picture is not None:
+    plot(results, Path(picture))
+  print("\n".join(summary(results)), file=sys.stderr)
+
+
+def load(
+  config: str, cfg: Config, options: MicrobenchmarkOptions, reach: "Extent"
+) -> "tuple[Microbenchmark, str]":
+  """Returns the benchmark on an engine that holds the weights, and in words where they came from.
+
+  Raises:
+    CheckpointError: the weights cannot be used.
+  """
+  from flax import nnx
+
+  from MaxText.inference import weights
+  from MaxText.inference.engine import Engine
+  from MaxText.inference.microbenchmark import Microbenchmark
+
+  source = weights.find(cfg, options.checkpoint, config)
+  decoder, words = weights.read_decoder(cfg, source, options.seed)
+  engine = Engine(
+    decoder,
+    slots=options.slots,
+    pages=reach.pages,
+    page_size=options.page_size,
+    max_target_length=reach.max_target_length,
+    prefill_chunk=options.prefill_chunk,
+    steps=options.steps_per_round,
+  )
+  return Microbenchmark(engine, cfg, options, reach, nnx.state(decoder)), words
+
+
+def _check_writable(key: str, name: str | None) -> None:
+  if name is None:
+    return
+  path = Path(name)
+  if not path.parent.is_dir():
+    raise InputError(f"{key}: {name}: no directory {path.parent}")
+  if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+    raise InputError(f"{key}: {name}: cannot be written")
+
+
+def _help() -> Iterator[str]:
+  """Yields the lines of --help; keys, defaults and meanings are those of base.yml."""
+  yield HELP.format(models=", ".join(loader.known_models()))
+  yield from key_listing(MicrobenchmarkOptions.model_fields | Config.model_fields)
+  yield f"\nEvery key of a model file may be given too, for example {EXAMPLE_KEY}."
+
+
+if __name__ == "__main__":
+  compile_compactly(os.environ)
+  sys.exit(main())
