@@ -1,6 +1,6 @@
 """Draws the loss of a training run: each step and the mean of 20.
 
-    python scripts/plot_loss.py RUN PICTURE.png      needs matplotlib
+    python scripts/plot_loss.py RUN PICTURE.png      needs the extra [plot]
 
 RUN is the directory of a run, with its metrics.jsonl.
 """
@@ -49,7 +49,7 @@ def plot(arguments: Sequence[str]) -> int:
   try:
     import matplotlib.pyplot as plt
   except ImportError:
-    raise InputError("matplotlib is not installed; pip install matplotlib") from None
+    raise InputError("matplotlib is not installed; pip install ".[plot]" brings it") from None
   figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
   axes.plot(steps, values, color="0.8", linewidth=0.8, label="step")
   if len(values) >= WINDOW:
