@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from MaxText.configs.mesh import MESH_AXES, size_key
+from MaxText.configs.mesh import MESH_AXES, size_key, size_problems
 
 DEFAULT_CONTEXT = 8192  # tokens of a served request where max_target_length does not say
 MaybePath = Annotated[str | None, BeforeValidator(lambda text: text or None)]  # `key=` alone names no path
@@ -28,19 +28,24 @@ class Options(BaseModel):
 
 
 class MeshOptions(Options):
-  """The devices that a command runs on; without `mesh` it is one."""
+  """The devices that a command runs on."""
 
   mesh: MaybePath
-  ici_data_parallelism: int | None = Field(gt=0)
-  ici_fsdp_parallelism: int | None = Field(gt=0)
-  ici_expert_parallelism: int | None = Field(gt=0)
-  ici_tensor_parallelism: int | None = Field(gt=0)
+  ici_data_parallelism: int | None = Field(ge=-1)
+  ici_fsdp_parallelism: int | None = Field(ge=-1)
+  ici_expert_parallelism: int | None = Field(ge=-1)
+  ici_tensor_parallelism: int | None = Field(ge=-1)
+
+  @property
+  def mesh_sizes(self) -> dict[str, int]:
+    """The sizes that are given, by key."""
+    sizes = {key: getattr(self, key) for key in map(size_key, MESH_AXES)}
+    return {key: size for key, size in sizes.items() if size is not None}
 
   @model_validator(mode="after")
-  def _sizes_of_a_mesh(self) -> "MeshOptions":
-    given = [key for key in map(size_key, MESH_AXES) if getattr(self, key) is not None]
-    if given and self.mesh is None:
-      raise ValueError(f"{given[0]}: needs a mesh to change: give mesh=NAME or mesh=FILE.yml")
+  def _sizes_are_possible(self) -> "MeshOptions":
+    for key, problem in size_problems(self.mesh_sizes):
+      raise ValueError(f"{key}: {problem}")
     return self
 
 
@@ -62,6 +67,13 @@ class DecodeOptions(MeshOptions):
   output: Literal["text", "json"]
   prefill_chunk: int = Field(gt=0)
   steps_per_dispatch: int = Field(gt=0, le=4096)  # width of an array that a dispatch returns
+
+  @model_validator(mode="after")
+  def _sizes_of_a_mesh(self) -> "DecodeOptions":
+    if self.mesh is None and self.mesh_sizes:
+      key = next(iter(self.mesh_sizes))
+      raise ValueError(f"{key}: needs a mesh to change: give mesh=NAME or mesh=FILE.yml")
+    return self
 
   @model_validator(mode="after")
   def _one_prompt(self) -> "DecodeOptions":
@@ -160,7 +172,7 @@ class MicrobenchmarkOptions(Options):
     return self
 
 
-class TrainOptions(Options):
+class TrainOptions(MeshOptions):
   """What `python -m MaxText.train` does with a model; `training/run.py` hands most of it on to maxtext."""
 
   checkpoint: str | None
@@ -198,11 +210,6 @@ class TrainOptions(Options):
   eval_interval: int | None = Field(gt=0)
   eval_steps: int = Field(gt=0)
   enable_tensorboard: bool
-  # --- devices
-  ici_data_parallelism: int | None
-  ici_fsdp_parallelism: int | None
-  ici_tensor_parallelism: int | None
-  ici_expert_parallelism: int | None
 
   @model_validator(mode="after")
   def _evaluates_something(self) -> "TrainOptions":

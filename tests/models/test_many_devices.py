@@ -68,7 +68,7 @@ def compiled(model):
 
   def loss(params, rest, ids, segments):
     model = nnx.merge(graph, params, rest)
-    h, counts = model.hidden_and_counts(ids, segments)
+    h, (counts, _) = model.hidden_and_load(ids, segments)
     logits = model.logits(h)
     picked = jnp.take_along_axis(jax.nn.log_softmax(logits), ids[..., None], axis=-1)[..., 0]
     return -jnp.sum(jnp.where(segments != 0, picked, 0.0)), (logits, counts)

@@ -1,0 +1,31 @@
+"""Imports maxtext's modules, and keeps what they print and log out of the way."""
+
+import contextlib
+import importlib
+import io
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any
+
+
+def maxtext_module(name: str) -> Any:
+  """Imports `maxtext.name` without what it prints and logs while it looks for cloud packages."""
+  os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+  with contextlib.redirect_stdout(io.StringIO()):
+    return importlib.import_module(f"maxtext.{name}")
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+  """Keeps maxtext's prints from our stdout, and its notes of no consequence from the log."""
+  loggers = [logging.getLogger(name) for name in ("absl", "maxtext")]
+  levels = [logger.level for logger in loggers]
+  try:
+    for logger in loggers:
+      logger.setLevel(logging.CRITICAL)
+    with contextlib.redirect_stdout(io.StringIO()):
+      yield
+  finally:
+    for logger, level in zip(loggers, levels):
+      logger.setLevel(level)
