@@ -93,7 +93,7 @@ class TrainedDecoder(nnx.Module):
 
     Returns:
       `moe/busiest_expert`: load of the busiest expert of any layer, as a multiple of the layer's mean; with
-      `moe_capacity_factor` also `moe/dropped_rows`: choices of an expert, in all layers, that were not served.
+      `moe_capacity_factor` also `moe/dropped_rows`: choices of an expert, in all layers, that had no room.
     """
     counts = self.expert_counts[...]
     if rate:
