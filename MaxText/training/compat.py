@@ -8,6 +8,7 @@ have; another release of maxtext is refused in one line before anything is touch
 import functools
 import importlib.metadata
 import inspect
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from pydantic import ValidationError, create_model
 from MaxText.common.errors import CheckpointError, ConfigError, UserError
 from MaxText.configs.mesh import MESH_AXES
 from MaxText.configs.schema import Config
-from MaxText.training.maxtext_modules import maxtext_module, quiet
+from MaxText.training.maxtext_modules import drop_late_complaints, maxtext_module, quiet
 from MaxText.training.parts import Parts, replaced
 
 VERSION = "0.2.5"
@@ -212,9 +213,15 @@ def _as_user_error(error: Exception, config: Any) -> UserError | None:
     return users[-1]
   text = str(error)
   first = text.partition("\n")[0]
-  system = next((cause for cause in causes if isinstance(cause, OSError)), None)
-  if text.startswith("Checkpointing failed") or (system is not None and system.errno is not None):
-    return CheckpointError(f"{config.checkpoint_dir}: a checkpoint cannot be saved: {system or first}")
+  system = next(filter(None, map(_system_error, causes)), None)
+  if text.startswith("Checkpointing failed") or system is not None:
+    drop_late_complaints()
+    whole = max(
+      (int(path.name) for path in Path(config.checkpoint_dir).glob("[0-9]*") if path.name.isdigit()),
+      default=None,
+    )
+    rest = "" if whole is None else f"; checkpoint {whole} is whole"
+    return CheckpointError(f"{config.checkpoint_dir}: a checkpoint cannot be saved: {system or first}{rest}")
   if text.startswith("Checkpoint does not match the model"):
     return CheckpointError(f"{config.checkpoint_dir}: {' '.join(text.split())}")
   if text.startswith("Unsharded parameter percentage"):
@@ -225,3 +232,11 @@ def _as_user_error(error: Exception, config: Any) -> UserError | None:
   if text.startswith("Requested training up to step"):
     return ConfigError(f"steps: {first}")
   return None
+
+
+def _system_error(error: Exception) -> OSError | None:
+  """The operating system's own complaint, which the writer of arrays hands on as text only."""
+  if isinstance(error, OSError) and error.errno is not None:
+    return error
+  code = re.search(r"os_error_code='(\d+)'", str(error))
+  return OSError(int(code[1]), os.strerror(int(code[1]))) if code else None

@@ -5,6 +5,7 @@ import importlib
 import io
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,3 +30,10 @@ def quiet() -> Iterator[None]:
   finally:
     for logger, level in zip(loggers, levels):
       logger.setLevel(level)
+
+
+def drop_late_complaints() -> None:
+  """Keeps writes of a failed save, which end after it, from a traceback each: their one cause is told."""
+  usual = sys.unraisablehook
+  logging.getLogger("asyncio").addFilter(lambda record: "never retrieved" not in record.getMessage())
+  sys.unraisablehook = lambda late: None if "loop is closed" in str(late.exc_value) else usual(late)
