@@ -120,7 +120,7 @@ def find_devices(cfg: MeshConfig, slices: int = 1) -> list[jax.Device]:
     ConfigError: an axis is to take what the others leave, and they do not divide the devices.
   """
   found = jax.devices()
-  cfg = cfg.filled(len(found) // slices)
+  cfg = cfg.filled(max(len(found) // slices, 1))
   needed = cfg.devices * slices
   if len(found) < needed:
     sizes = " x ".join(f"{axis} {size}" for axis, size in cfg.sizes.items())

@@ -216,12 +216,8 @@ def _as_user_error(error: Exception, config: Any) -> UserError | None:
   system = next(filter(None, map(_system_error, causes)), None)
   if text.startswith("Checkpointing failed") or system is not None:
     drop_late_complaints()
-    whole = max(
-      (int(path.name) for path in Path(config.checkpoint_dir).glob("[0-9]*") if path.name.isdigit()),
-      default=None,
-    )
-    rest = "" if whole is None else f"; checkpoint {whole} is whole"
-    return CheckpointError(f"{config.checkpoint_dir}: a checkpoint cannot be saved: {system or first}{rest}")
+    reason = f"a checkpoint cannot be saved: {system or first}{_last_whole(Path(config.checkpoint_dir))}"
+    return CheckpointError(f"{config.checkpoint_dir}: {reason}")
   if text.startswith("Checkpoint does not match the model"):
     return CheckpointError(f"{config.checkpoint_dir}: {' '.join(text.split())}")
   if text.startswith("Unsharded parameter percentage"):
@@ -240,3 +236,8 @@ def _system_error(error: Exception) -> OSError | None:
     return error
   code = re.search(r"os_error_code='(\d+)'", str(error))
   return OSError(int(code[1]), os.strerror(int(code[1]))) if code else None
+
+
+def _last_whole(directory: Path) -> str:
+  whole = [int(path.name) for path in directory.glob("*") if path.name.isdigit()]
+  return f"; checkpoint {max(whole)} is whole" if whole else ""

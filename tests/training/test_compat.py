@@ -125,6 +125,10 @@ def test_what_a_run_replaces_comes_back(keys):
       RuntimeError("Checkpointing failed. the bucket is gone"),
       "RUN: a checkpoint cannot be saved: Checkpointing",
     ),
+    (
+      ValueError("OUT_OF_RANGE: Failed to write 7 bytes to file 31: [os_error_code='28']"),
+      r"RUN: a checkpoint cannot be saved: \[Errno 28\] No space left on device$",
+    ),
     (RuntimeError("Checkpoint does not match the model:\n  - 'a': missing"), "RUN: .* 'a': missing$"),
     (
       AssertionError("Unsharded parameter percentage (9%)\nlarge:\n - Name: w1 (4)"),
@@ -133,7 +137,8 @@ def test_what_a_run_replaces_comes_back(keys):
     (RuntimeError("Requested training up to step 5, but more"), "^steps: Requested training up to step 5"),
   ],
 )
-def test_a_failure_that_a_user_can_mend_is_one_line(failure, message):
+def test_a_failure_that_a_user_can_mend_is_one_line(failure, message, monkeypatch):
+  monkeypatch.setattr(compat, "drop_late_complaints", lambda: None)  # for the rest of a process that ends
   config = types.SimpleNamespace(checkpoint_dir="RUN")
   wrapped = RuntimeError("Checkpointing failed. wrapped")
   wrapped.__cause__ = failure

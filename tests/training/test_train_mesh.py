@@ -11,13 +11,18 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from MaxText.checkpoints.layout import ParameterTree
 from MaxText.checkpoints.load import load_params
 from MaxText.configs import loader
+from MaxText.configs.options import TrainOptions
+from MaxText.models.sharding import build_layout
 from MaxText.train import main
+from MaxText.training.model import TrainedDecoder
 
 pytestmark = [pytest.mark.train, pytest.mark.usefixtures("kept_programs", "little_compiling")]
 
@@ -132,6 +137,58 @@ def test_gradients_accumulated_on_a_mesh_are_those_of_one_device(train):
   parts = ["gradient_accumulation_steps=2", "steps=5"]
   alone = train("parts-one", *ONE[:-1], "per_device_batch_size=8", *parts)
   np.testing.assert_allclose(losses(train("parts-mixed", *MIXED, *parts)), losses(alone), rtol=1e-5)
+
+
+# --- experts that have no room, and adapters ---------------------------------------------------------------
+
+
+def test_a_capacity_counts_what_it_drops_and_routers_are_balanced_by_what_was_chosen():
+  """All tokens choose the same four experts, of which four devices hold one each."""
+  capacity = [EXCHANGE, "moe_capacity_factor=1.0", "expert_weights=dequantized", "scan_layers=false"]
+  cfg, options = loader.load_command("kimi-k3-tiny", [*SMALL, *EXPERTS, *capacity], TrainOptions)
+  chosen, tokens = cfg.num_experts_per_tok, 8 * 16
+  model = TrainedDecoder(cfg, build_layout(loader.load_training_mesh(options)), rngs=nnx.Rngs(0))
+  gate = model.decoder.layers[1].block_sparse_moe.gate
+  gate.e_score_correction_bias.set_value(jnp.float32([2.0] * chosen + [0.0] * (8 - chosen)))
+
+  @jax.jit
+  def step(state, ids):
+    model = nnx.merge(graph, state, copy=True)
+    before = model.decoder.layers[1].block_sparse_moe.gate.e_score_correction_bias[...]
+    model(ids)
+    measured = model.settle_experts(0.25)
+    return measured, model.decoder.layers[1].block_sparse_moe.gate.e_score_correction_bias[...] - before
+
+  graph, state = nnx.split(model)
+  measured, moved = step(state, jnp.arange(tokens).reshape(8, 16))
+  room = tokens // 8 * chosen  # rows that a device's own tokens choose
+  assert measured["moe/dropped_rows"] == chosen * (tokens - room)
+  assert measured["moe/busiest_expert"] == 8 / chosen
+  np.testing.assert_array_equal(moved, [-0.25] * chosen + [0.25] * (8 - chosen))
+
+
+@pytest.mark.slow  # a training program more
+def test_what_is_dropped_in_training_is_recorded(train):
+  run = train("dropped", *EXPERTS, EXCHANGE, "moe_capacity_factor=1.0", "steps=2")
+  lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+  assert all(line["moe/dropped_rows"] > 0 and line["learning/lm_loss"] < 8 for line in lines)
+
+
+@pytest.mark.slow  # three training programs more
+@pytest.mark.parametrize("kind", ["shared_a", "per_expert"])
+def test_adapters_train_on_a_mesh_as_on_one_device(train, one, kind):
+  lora = [
+    "lora_rank=4",
+    "lora_targets=self_attn,experts",
+    f"lora_experts={kind}",
+    f"checkpoint={one}",
+    "steps=6",
+  ]
+  alone = train(f"lora-{kind}-one", *ONE, *lora)
+  for dispatch in ("local_experts", "ragged_all_to_all"):
+    run = train(f"lora-{kind}-{dispatch}", *MIXED, f"moe_dispatch={dispatch}", *lora)
+    np.testing.assert_allclose(losses(run), losses(alone), rtol=1e-5)
+    assert losses(run)[-1] < losses(run)[0]
 
 
 # --- saved here, restored there ---------------------------------------------------------------------------
