@@ -111,8 +111,8 @@ class MeshConfig(_Frozen):
     return self.model_copy(update={size_key(open_axes[0]): devices // math.prod(fixed.values())})
 
 
-def size_problems(sizes: Mapping[str, int | None]) -> Iterator[tuple[str, str]]:
-  """Yields (key, what is wrong with it) of sizes by key; None is one that is not given."""
+def size_problems(sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+  """Yields (key, what is wrong with it) of sizes by key."""
   for key, size in sizes.items():
     if size == 0:
       yield key, "0 devices are no mesh; -1 takes those that the other sizes leave"
