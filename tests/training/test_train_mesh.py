@@ -135,7 +135,7 @@ def test_every_mesh_and_dispatch_has_the_losses_and_router_biases_of_one_device(
 @pytest.mark.slow  # two training programs more
 def test_gradients_accumulated_on_a_mesh_are_those_of_one_device(train):
   parts = ["gradient_accumulation_steps=2", "steps=5"]
-  alone = train("parts-one", *ONE[:-1], "per_device_batch_size=8", *parts)
+  alone = train("parts-one", *ONE, *parts)
   np.testing.assert_allclose(losses(train("parts-mixed", *MIXED, *parts)), losses(alone), rtol=1e-5)
 
 
@@ -272,8 +272,8 @@ def test_a_disk_without_room_is_one_line_and_the_checkpoint_before_it_is_whole(p
   "arguments, words",
   [
     (
-      ["mesh=cpu-8", "ici_fsdp_parallelism=1", "ici_tensor_parallelism=4"],
-      "ici_tensor_parallelism=4: kv_lora",
+      ["mesh=cpu-8", *"ici_fsdp_parallelism=1 ici_expert_parallelism=1 ici_tensor_parallelism=8".split()],
+      "ici_tensor_parallelism=8: heads of 4 ",
     ),
     (["mesh=cpu-8", "ici_data_parallelism=2"], "mesh cpu-8: needs 16 devices (data 2 x fsdp 2 x expert 2 x "),
     (
