@@ -69,8 +69,8 @@ PASSED_GROUPS = (
 )
 # keys of these groups that a mesh file states, and axes along which our decoder is not split
 NOT_PASSED = re.compile(
-  rf"^(ici|dcn)_(?!({'|'.join(MESH_AXES)})_parallelism$)\w+_parallelism$|logical_axis_rules|mesh_axes$|data_sharding|custom_mesh"
-  r"|context_|ulysses_|internal_compile|shard_mode$|input_data_sharding"
+  rf"^(ici|dcn)_(?!({'|'.join(MESH_AXES)})_parallelism$)\w+_parallelism$"
+  r"|logical_axis_rules|mesh_axes$|data_sharding|custom_mesh|context_|ulysses_|internal_compile|shard_mode$"
 )
 
 
