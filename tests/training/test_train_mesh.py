@@ -1,5 +1,6 @@
 """`python -m MaxText.train` on 8 simulated devices: the losses of one device, saves, restores, failures."""
 
+import contextlib
 import functools
 import json
 import os
@@ -206,6 +207,7 @@ def test_a_run_saved_by_eight_devices_goes_on_upon_one(train, mixed):
   np.testing.assert_allclose(losses(train("fewer", *ONE, *STEPS)), losses(mixed), rtol=1e-5)
 
 
+@pytest.mark.slow  # the other way by default
 def test_a_run_saved_by_one_device_goes_on_upon_eight(train, one):
   back_to_7(one, "more")
   np.testing.assert_allclose(losses(train("more", *MIXED, *STEPS)), losses(one), rtol=1e-5)
@@ -245,18 +247,22 @@ def test_a_save_that_is_killed_leaves_the_checkpoint_before_it_and_the_run_goes_
   assert losses(train("killed", *ONE, *STEPS)) == losses(one)
 
 
-@pytest.fixture
+@contextlib.contextmanager
 def no_room():
   """Refuses what lies further than 100 KB into any file, as a full disk would."""
   soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
   resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-  yield
-  resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+  try:
+    yield
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_disk_without_room_is_one_line_and_the_checkpoint_before_it_is_whole(place, one, no_room, capfd):
+def test_a_disk_without_room_is_one_line_and_the_checkpoint_before_it_is_whole(place, one, capfd):
   back_to_7(one, "full")
-  assert main(command(place, "full", *ONE, *STEPS)) == 2
+  capfd.readouterr()
+  with no_room():
+    assert main(command(place, "full", *ONE, *STEPS)) == 2
   *steps, line = capfd.readouterr().err.splitlines()
   assert all(step.startswith("step ") for step in steps)
   reason = "a checkpoint cannot be saved: [Errno 27] File too large; checkpoint 7 is whole"
