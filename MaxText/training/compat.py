@@ -20,7 +20,7 @@ from pydantic import ValidationError, create_model
 from MaxText.common.errors import CheckpointError, ConfigError, UserError
 from MaxText.configs.mesh import MESH_AXES
 from MaxText.configs.schema import Config
-from MaxText.training.maxtext_modules import drop_late_complaints, maxtext_module, quiet
+from MaxText.training.maxtext_modules import maxtext_module, one_complaint, quiet
 from MaxText.training.parts import Parts, replaced
 
 VERSION = "0.2.5"
@@ -190,7 +190,7 @@ def run(config: Any, parts: Parts) -> None:
     UserError: a checkpoint cannot be saved or does not fit, or the data are at fault.
   """
   train, train_utils = maxtext_module("trainers.pre_train.train"), maxtext_module("utils.train_utils")
-  with replaced(config, parts), quiet():
+  with one_complaint(), replaced(config, parts), quiet():
     try:
       train_utils.validate_train_config(config)
       jax.config.update("jax_use_shardy_partitioner", config.shardy)
@@ -215,7 +215,6 @@ def _as_user_error(error: Exception, config: Any) -> UserError | None:
   first = text.partition("\n")[0]
   system = next(filter(None, map(_system_error, causes)), None)
   if text.startswith("Checkpointing failed") or system is not None:
-    drop_late_complaints()
     reason = f"a checkpoint cannot be saved: {system or first}{_last_whole(Path(config.checkpoint_dir))}"
     return CheckpointError(f"{config.checkpoint_dir}: {reason}")
   if text.startswith("Checkpoint does not match the model"):

@@ -32,8 +32,16 @@ def quiet() -> Iterator[None]:
       logger.setLevel(level)
 
 
-def drop_late_complaints() -> None:
-  """Keeps writes of a failed save, which end after it, from a traceback each: their one cause is told."""
-  usual = sys.unraisablehook
-  logging.getLogger("asyncio").addFilter(lambda record: "never retrieved" not in record.getMessage())
+@contextlib.contextmanager
+def one_complaint() -> Iterator[None]:
+  """Keeps the other writes of a save that fails from a traceback each: what stopped the first is told.
+
+  They end after the block, so that only a block without a failure puts everything back.
+  """
+  usual, logger = sys.unraisablehook, logging.getLogger("asyncio")
+  keep = lambda record: "never retrieved" not in record.getMessage()
+  logger.addFilter(keep)
   sys.unraisablehook = lambda late: None if "loop is closed" in str(late.exc_value) else usual(late)
+  yield
+  logger.removeFilter(keep)
+  sys.unraisablehook = usual

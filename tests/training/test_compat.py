@@ -137,8 +137,7 @@ def test_what_a_run_replaces_comes_back(keys):
     (RuntimeError("Requested training up to step 5, but more"), "^steps: Requested training up to step 5"),
   ],
 )
-def test_a_failure_that_a_user_can_mend_is_one_line(failure, message, monkeypatch):
-  monkeypatch.setattr(compat, "drop_late_complaints", lambda: None)  # for the rest of a process that ends
+def test_a_failure_that_a_user_can_mend_is_one_line(failure, message):
   config = types.SimpleNamespace(checkpoint_dir="RUN")
   wrapped = RuntimeError("Checkpointing failed. wrapped")
   wrapped.__cause__ = failure
