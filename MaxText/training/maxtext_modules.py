@@ -38,10 +38,13 @@ def one_complaint() -> Iterator[None]:
 
   They end after the block, so that only a block without a failure puts everything back.
   """
-  usual, logger = sys.unraisablehook, logging.getLogger("asyncio")
-  keep = lambda record: "never retrieved" not in record.getMessage()
-  logger.addFilter(keep)
-  sys.unraisablehook = lambda late: None if "loop is closed" in str(late.exc_value) else usual(late)
+  usual, loggers = sys.unraisablehook, [logging.getLogger(name) for name in ("absl", "asyncio")]
+  late = ("was never retrieved", "raised an exception")
+  keep = lambda record: not any(words in record.getMessage() for words in late)
+  for logger in loggers:
+    logger.addFilter(keep)
+  sys.unraisablehook = lambda other: None if "loop is closed" in str(other.exc_value) else usual(other)
   yield
-  logger.removeFilter(keep)
+  for logger in loggers:
+    logger.removeFilter(keep)
   sys.unraisablehook = usual
