@@ -25,7 +25,7 @@ from MaxText.models.sharding import build_layout
 from MaxText.train import main
 from MaxText.training.model import TrainedDecoder
 
-pytestmark = [pytest.mark.train, pytest.mark.usefixtures("kept_programs", "little_compiling")]
+pytestmark = [pytest.mark.train, pytest.mark.usefixtures("kept_programs")]
 
 ROOT = Path(__file__).parents[2]
 # a dense linear layer and a full one with experts, each in a block of the residual stream of its own
@@ -39,13 +39,6 @@ ONE = "mesh=fsdp ici_fsdp_parallelism=1 per_device_batch_size=8".split()
 MIXED = "mesh=cpu-8 per_device_batch_size=1".split()  # two devices along each of three axes
 EXPERTS = [*MIXED, *"ici_fsdp_parallelism=1 ici_tensor_parallelism=1 ici_expert_parallelism=8".split()]
 EXCHANGE = "moe_dispatch=ragged_all_to_all"
-
-
-@pytest.fixture(scope="module")
-def little_compiling():
-  jax.config.update("jax_disable_most_optimizations", True)
-  yield
-  jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +223,6 @@ def test_a_save_that_is_killed_leaves_the_checkpoint_before_it_and_the_run_goes_
   back_to_7(one, "killed")
   environment = os.environ | {
     "PYTHONPATH": str(ROOT),
-    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
   }
   arguments = command(place, "killed", *ONE, *STEPS)
