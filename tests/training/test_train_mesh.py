@@ -188,6 +188,7 @@ def test_adapters_train_on_a_mesh_as_on_one_device(train, one, kind):
 # --- saved here, restored there ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # on one device by default, in test_train.py
 def test_a_run_that_went_on_upon_the_mesh_has_the_same_bits(train, mixed):
   back_to_7(mixed, "again")
   again = train("again", *MIXED, *STEPS)
