@@ -3,7 +3,7 @@
 A key may be shared by commands. A new command adds its schema to `COMMANDS`, its keys to base.yml.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -30,6 +30,8 @@ class Options(BaseModel):
 class MeshOptions(Options):
   """The devices that a command runs on."""
 
+  has_mesh: ClassVar[bool] = False  # whether the command has a mesh of its own where none is named
+
   mesh: MaybePath
   ici_data_parallelism: int | None = Field(ge=-1)
   ici_fsdp_parallelism: int | None = Field(ge=-1)
@@ -46,6 +48,9 @@ class MeshOptions(Options):
   def _sizes_are_possible(self) -> "MeshOptions":
     for key, problem in size_problems(self.mesh_sizes):
       raise ValueError(f"{key}: {problem}")
+    if self.mesh_sizes and self.mesh is None and not self.has_mesh:
+      key = next(iter(self.mesh_sizes))
+      raise ValueError(f"{key}: needs a mesh to change: give mesh=NAME or mesh=FILE.yml")
     return self
 
 
@@ -67,13 +72,6 @@ class DecodeOptions(MeshOptions):
   output: Literal["text", "json"]
   prefill_chunk: int = Field(gt=0)
   steps_per_dispatch: int = Field(gt=0, le=4096)  # width of an array that a dispatch returns
-
-  @model_validator(mode="after")
-  def _sizes_of_a_mesh(self) -> "DecodeOptions":
-    if self.mesh is None and self.mesh_sizes:
-      key = next(iter(self.mesh_sizes))
-      raise ValueError(f"{key}: needs a mesh to change: give mesh=NAME or mesh=FILE.yml")
-    return self
 
   @model_validator(mode="after")
   def _one_prompt(self) -> "DecodeOptions":
@@ -174,6 +172,8 @@ class MicrobenchmarkOptions(Options):
 
 class TrainOptions(MeshOptions):
   """What `python -m MaxText.train` does with a model; `training/run.py` hands most of it on to maxtext."""
+
+  has_mesh: ClassVar[bool] = True
 
   checkpoint: str | None
   seed: int = Field(ge=0)
