@@ -53,6 +53,7 @@ def pytest_addoption(parser):
 # the files that take longest; begun first, so that no process waits for another at the end
 LONGEST = (
   "test_decode_cli",
+  "test_train_mesh",
   "test_train",
   "test_laws",
   "test_scheduler",

@@ -176,6 +176,9 @@ def test_adapters_of_packed_experts_and_of_attention_change_the_answer(answers, 
     for more in ([], [f"adapters={file}"], [f"adapters={file}", "expert_weights=dequantized"])
   )
   assert packed == plain != bare
+  mesh = ["mesh=cpu-8", "ici_tensor_parallelism=1", "ici_fsdp_parallelism=4"]
+  for more in ([], ["moe_dispatch=ragged_all_to_all"]):
+    assert answers(checkpoint, "prompt=x", *ARGS, f"adapters={file}", *mesh, *more)[0]["token_ids"] == packed
 
 
 def test_an_orbax_checkpoint_gives_the_same_answer(answers, checkpoint, tmp_path):

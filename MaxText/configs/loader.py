@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from MaxText.common.errors import ConfigError, did_you_mean
 from MaxText.configs import yaml_text
 from MaxText.configs.checking import alternatives, construct
-from MaxText.configs.mesh import MESH_AXES, AxisRules, MeshConfig, size_key
+from MaxText.configs.mesh import AxisRules, MeshConfig
 from MaxText.configs.options import COMMANDS, MeshOptions, Options
 from MaxText.configs.published import key_origins, model_keys
 from MaxText.configs.schema import Config
@@ -22,6 +22,7 @@ from MaxText.configs.schema import Config
 CONFIGS = Path(__file__).resolve().parent
 MODELS = CONFIGS / "models"
 MESHES = CONFIGS / "meshes"
+TRAINING_MESH = "fsdp"
 _COMMAND_LINE = "command line"
 
 
@@ -67,9 +68,16 @@ def load_mesh(options: MeshOptions) -> MeshConfig | None:
   Raises:
     ConfigError: no such file; unknown, missing or mistyped key; contradicting rules.
   """
-  if options.mesh is None:
-    return None
-  path = _find_mesh(options.mesh)
+  return None if options.mesh is None else _mesh(options.mesh, options)
+
+
+def load_training_mesh(options: MeshOptions) -> MeshConfig:
+  """Loads the mesh as `load_mesh` does; without a name the one in which all devices share the weights."""
+  return _mesh(options.mesh or TRAINING_MESH, options)
+
+
+def _mesh(name: str, options: MeshOptions) -> MeshConfig:
+  path = _find_mesh(name)
   values = _mapping(path)
   _refuse_unknown(values, MeshConfig, str(path))
   rules = values.get("logical_axis_rules")
@@ -79,9 +87,8 @@ def load_mesh(options: MeshOptions) -> MeshConfig | None:
   _refuse_unknown(rules, AxisRules, where)
   values["logical_axis_rules"] = construct(AxisRules, rules, dict.fromkeys(rules, where), where)
   origins = dict.fromkeys(values, str(path))
-  for key in map(size_key, MESH_AXES):
-    if (given := getattr(options, key)) is not None:
-      values[key], origins[key] = given, _COMMAND_LINE
+  values |= options.mesh_sizes
+  origins |= dict.fromkeys(options.mesh_sizes, _COMMAND_LINE)
   return construct(MeshConfig, values, origins, str(path))
 
 

@@ -5,10 +5,12 @@ which parameters carry as `axes`; the rules map it to mesh axes, of which the fi
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from MaxText.common.errors import ConfigError
 
 Axis = Literal["data", "fsdp", "expert", "tensor"]
 MESH_AXES: tuple[Axis, ...] = ("data", "fsdp", "expert", "tensor")
@@ -61,24 +63,67 @@ class AxisRules(_Frozen):
 
 
 class MeshConfig(_Frozen):
-  """Sizes and rules of a mesh; each size may be overridden by its key on the command line."""
+  """Sizes and rules of a mesh; each size may be overridden by its key on the command line.
+
+  One size may be -1: that axis takes the devices which the others leave.
+  """
 
   mesh_name: str
-  ici_data_parallelism: int = Field(gt=0)
-  ici_fsdp_parallelism: int = Field(gt=0)
-  ici_expert_parallelism: int = Field(gt=0)
-  ici_tensor_parallelism: int = Field(gt=0)
+  ici_data_parallelism: int = Field(ge=-1)
+  ici_fsdp_parallelism: int = Field(ge=-1)
+  ici_expert_parallelism: int = Field(ge=-1)
+  ici_tensor_parallelism: int = Field(ge=-1)
   logical_axis_rules: AxisRules
+
+  @model_validator(mode="after")
+  def _check(self) -> "MeshConfig":
+    for key, problem in size_problems({size_key(axis): size for axis, size in self.sizes.items()}):
+      raise ValueError(f"{key}: {problem}")
+    return self
 
   @property
   def sizes(self) -> dict[str, int]:
-    """Devices along each mesh axis."""
+    """Devices along each mesh axis, -1 for those that the others leave."""
     return {axis: getattr(self, size_key(axis)) for axis in MESH_AXES}
 
   @property
-  def devices(self) -> int:
-    """Devices of the whole mesh."""
-    return math.prod(self.sizes.values())
+  def devices(self) -> int | None:
+    """Devices of the whole mesh, None where one axis takes what there is."""
+    return None if -1 in self.sizes.values() else math.prod(self.sizes.values())
+
+  def filled(self, devices: int) -> "MeshConfig":
+    """Returns the mesh in which the axis of size -1 has its share of `devices`.
+
+    Raises:
+      ConfigError: the other sizes do not divide the devices.
+    """
+    open_axes = [axis for axis, size in self.sizes.items() if size == -1]
+    if not open_axes:
+      return self
+    fixed = {axis: size for axis, size in self.sizes.items() if size != -1}
+    if devices % math.prod(fixed.values()):
+      sizes = ", ".join(f"{size_key(axis)}={size}" for axis, size in fixed.items() if size > 1)
+      below, above = nearest_divisors(devices, math.prod(fixed.values()))
+      raise ConfigError(
+        f"mesh {self.mesh_name}: {sizes} does not divide {devices} devices; nearest products that do: "
+        f"{' or '.join(map(str, dict.fromkeys((below, above))))}"
+      )
+    return self.model_copy(update={size_key(open_axes[0]): devices // math.prod(fixed.values())})
+
+
+def size_problems(sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+  """Yields (key, what is wrong with it) of sizes by key."""
+  for key, size in sizes.items():
+    if size == 0:
+      yield key, "0 devices are no mesh; -1 takes those that the other sizes leave"
+  if len(rest := [key for key, size in sizes.items() if size == -1]) > 1:
+    yield rest[1], f"only one size can be -1, and {rest[0]} is"
+
+
+def nearest_divisors(size: int, parts: int) -> tuple[int, int]:
+  """Returns the divisors of `size` next to `parts`, which is none, on either side."""
+  divisors = [d for d in range(1, size + 1) if size % d == 0]
+  return max(d for d in divisors if d < parts), min((d for d in divisors if d > parts), default=size)
 
 
 def size_key(axis: str) -> str:

@@ -3,11 +3,11 @@
 A key may be shared by commands. A new command adds its schema to `COMMANDS`, its keys to base.yml.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from MaxText.configs.mesh import MESH_AXES, size_key
+from MaxText.configs.mesh import MESH_AXES, size_key, size_problems
 
 DEFAULT_CONTEXT = 8192  # tokens of a served request where max_target_length does not say
 MaybePath = Annotated[str | None, BeforeValidator(lambda text: text or None)]  # `key=` alone names no path
@@ -28,19 +28,29 @@ class Options(BaseModel):
 
 
 class MeshOptions(Options):
-  """The devices that a command runs on; without `mesh` it is one."""
+  """The devices that a command runs on."""
+
+  has_mesh: ClassVar[bool] = False  # whether the command has a mesh of its own where none is named
 
   mesh: MaybePath
-  ici_data_parallelism: int | None = Field(gt=0)
-  ici_fsdp_parallelism: int | None = Field(gt=0)
-  ici_expert_parallelism: int | None = Field(gt=0)
-  ici_tensor_parallelism: int | None = Field(gt=0)
+  ici_data_parallelism: int | None = Field(ge=-1)
+  ici_fsdp_parallelism: int | None = Field(ge=-1)
+  ici_expert_parallelism: int | None = Field(ge=-1)
+  ici_tensor_parallelism: int | None = Field(ge=-1)
+
+  @property
+  def mesh_sizes(self) -> dict[str, int]:
+    """The sizes that are given, by key."""
+    sizes = {key: getattr(self, key) for key in map(size_key, MESH_AXES)}
+    return {key: size for key, size in sizes.items() if size is not None}
 
   @model_validator(mode="after")
-  def _sizes_of_a_mesh(self) -> "MeshOptions":
-    given = [key for key in map(size_key, MESH_AXES) if getattr(self, key) is not None]
-    if given and self.mesh is None:
-      raise ValueError(f"{given[0]}: needs a mesh to change: give mesh=NAME or mesh=FILE.yml")
+  def _sizes_are_possible(self) -> "MeshOptions":
+    for key, problem in size_problems(self.mesh_sizes):
+      raise ValueError(f"{key}: {problem}")
+    if self.mesh_sizes and self.mesh is None and not self.has_mesh:
+      key = next(iter(self.mesh_sizes))
+      raise ValueError(f"{key}: needs a mesh to change: give mesh=NAME or mesh=FILE.yml")
     return self
 
 
@@ -160,8 +170,10 @@ class MicrobenchmarkOptions(Options):
     return self
 
 
-class TrainOptions(Options):
+class TrainOptions(MeshOptions):
   """What `python -m MaxText.train` does with a model; `training/run.py` hands most of it on to maxtext."""
+
+  has_mesh: ClassVar[bool] = True
 
   checkpoint: str | None
   seed: int = Field(ge=0)
@@ -198,11 +210,6 @@ class TrainOptions(Options):
   eval_interval: int | None = Field(gt=0)
   eval_steps: int = Field(gt=0)
   enable_tensorboard: bool
-  # --- devices
-  ici_data_parallelism: int | None
-  ici_fsdp_parallelism: int | None
-  ici_tensor_parallelism: int | None
-  ici_expert_parallelism: int | None
 
   @model_validator(mode="after")
   def _evaluates_something(self) -> "TrainOptions":

@@ -9,7 +9,7 @@ from flax import nnx
 from MaxText.checkpoints import load
 from MaxText.checkpoints.adapters import load_adapters
 from MaxText.checkpoints.directory import home, kind
-from MaxText.common.errors import CheckpointError, ConfigError
+from MaxText.common.errors import CheckpointError
 from MaxText.configs import loader
 from MaxText.configs.comparison import architecture_differences
 from MaxText.configs.schema import Config
@@ -133,7 +133,5 @@ def read_decoder(
     words = str(source.directory)
   if adapters is None:
     return decoder, words
-  if layout is not None:
-    raise ConfigError("adapters: not supported on a mesh yet; convert merges them into the weights first")
   load_adapters(decoder, adapters)
-  return merged(decoder, keep_on_packed=True), f"{words} with {adapters}"
+  return place(merged(decoder, keep_on_packed=True), layout), f"{words} with {adapters}"

@@ -21,13 +21,17 @@ from jaxtyping import Array, Bool, Float, Int
 from MaxText.configs.schema import Config
 from MaxText.kernels.carries import match_manual_axes
 from MaxText.kernels.expert_exchange import ragged_all_to_all
-from MaxText.kernels.grouped_matmul import grouped_mlp
-from MaxText.kernels.mxfp4 import MxFp4
+from MaxText.kernels.grouped_matmul import grouped_matmul, grouped_mlp
+from MaxText.kernels.mxfp4 import MxFp4, pack
 from MaxText.layers.cache import Row
+from MaxText.layers.lora import ExpertChange
 from MaxText.layers.situ import gated_activation
 
 Narrow = Float[Array, "*C E F L"] | MxFp4
 Wide = Float[Array, "*C E L F"] | MxFp4
+Changes = tuple[ExpertChange | None, ExpertChange | None, ExpertChange | None]
+
+_UNCHANGED: Changes = (None, None, None)
 
 _SMALL = 1024
 """Rows up to which one buffer holds them all, whichever device they belong to."""
@@ -58,11 +62,13 @@ class OwnExperts:
     cfg: the model.
     weights: w1, w3 and w2 of the E experts.
     row: which layer of a stack.
+    changes: what low-rank adapters add to the three matrices.
   """
 
   cfg: Config
   weights: tuple[Narrow, Narrow, Wide]
   row: Row
+  changes: Changes = _UNCHANGED
 
   @property
   def count(self) -> int:
@@ -75,8 +81,23 @@ class OwnExperts:
     on_grid = self.cfg.mxfp4_qat and not self.cfg.packs_experts
     if on_grid and row is not None:  # a stack in which one layer is rounded, not all of them each time
       weights, row = [w[row] for w in weights], None
+    if any(change is not None for change in self.changes):
+      weights = [pack(w) for w in weights] if on_grid else weights  # frozen below the adapters
+      return self._changed(rows, sizes, weights, row)
     activation, impl = gated_activation(self.cfg), self.cfg.moe_impl
     return grouped_mlp(rows, *weights, sizes, activation, layer=row, on_grid=on_grid, impl=impl)
+
+  def _changed(self, rows, sizes, weights, layer):
+    """Outputs [R, L] of which each product has what its adapter adds."""
+    impl = self.cfg.moe_impl
+
+    def product(x, weight, change):
+      y = grouped_matmul(x, weight, sizes, layer=layer, impl=impl)
+      return y if change is None else y + change(x, sizes, self.row, impl)
+
+    gate, up, down = zip(weights, self.changes)
+    x, activation = rows.astype(jnp.float32), gated_activation(self.cfg)  # as inside the fused product
+    return product(activation(product(x, *gate), product(x, *up)), *down).astype(rows.dtype)
 
 
 def dispatch(
@@ -101,7 +122,7 @@ def dispatch(
     [M, L] float32, and how many rows each of all E experts computed, [E] int32: fewer than chose it only
     where `moe_capacity_factor` makes a device drop some.
   """
-  cfg, matrices = experts.cfg, experts.weights
+  cfg, matrices = experts.cfg, (experts.weights, experts.changes)
   exchanges = cfg.moe_dispatch == "ragged_all_to_all" and place.expert
   if exchanges:
     tokens = place.batch + tuple(axis for axis in place.expert if axis not in place.batch)
@@ -109,18 +130,16 @@ def dispatch(
     tokens = tuple(axis for axis in place.batch if axis not in place.expert)
   count, M = math.prod(place.mesh.shape[axis] for axis in tokens), z.shape[0]
   inputs = [_padded(a, -M % count) for a in (z, ids, weights, valid)]
-  lead = (None,) * (matrices[0].ndim - 3)
-  narrow = PartitionSpec(*lead, place.expert, place.width)
-  wide = PartitionSpec(*lead, place.expert, None, place.width)
 
   @functools.partial(
     jax.shard_map,
     mesh=place.mesh,
-    in_specs=(*[PartitionSpec(tokens)] * 4, (narrow, narrow, wide), PartitionSpec()),
+    in_specs=(*[PartitionSpec(tokens)] * 4, _specs(place, experts), PartitionSpec()),
     out_specs=(PartitionSpec(tokens), PartitionSpec(place.expert)),
   )
   def on_each(z, ids, weights, valid, matrices, row):
-    own = OwnExperts(cfg, matrices, row)
+    held, changes = matrices
+    own = OwnExperts(cfg, held, row, changes)
     run, partial = (_exchanged, place.width) if exchanges else (_local, place.expert + place.width)
     y, counts = run(place, own, z, ids, weights, valid)
     # the devices outside of the group that shares the experts have tokens of their own
@@ -129,6 +148,25 @@ def dispatch(
 
   y, counts = on_each(*inputs, matrices, experts.row)
   return y[:M], counts
+
+
+def _specs(place, experts):
+  """Which part of the matrices, and of what is added to them, a device gets: whole experts or their width."""
+  lead = (None,) * (experts.weights[0].ndim - 3)
+  narrow = PartitionSpec(*lead, place.expert, place.width)
+  wide = PartitionSpec(*lead, place.expert, None, place.width)
+
+  def of(change, a_width, b_width):
+    if change is None:
+      return None
+    owner = () if change.shared else (place.expert,)
+    a = PartitionSpec(*lead, *owner, None, a_width)
+    return ExpertChange(a, PartitionSpec(*lead, place.expert, b_width, None))
+
+  gate, up, down = experts.changes
+  # below the down matrix each device adds its slice of the width up; the partial sums meet with the others
+  changes = of(gate, None, place.width), of(up, None, place.width), of(down, place.width, None)
+  return (narrow, narrow, wide), changes
 
 
 def _padded(a, more):
@@ -145,7 +183,7 @@ def _sum(y, axes):
 
 def _local(place, experts, z, ids, weights, valid):
   """The part [M, L] of the sum that this device's experts contribute, and the rows of each of them, [E]."""
-  E, matrices = experts.count, jax.tree.leaves(experts.weights)
+  E, matrices = experts.count, jax.tree.leaves((experts.weights, experts.changes))
   # by hand: jax 0.12 forgets to add up the gradient of what is read at places that differ between devices
   z, weights = (match_manual_axes(a, z, *matrices) for a in (z, weights))
   first = lax.axis_index(place.expert) * E if place.expert else 0

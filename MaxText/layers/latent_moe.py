@@ -4,6 +4,7 @@ Kimi-Linear is the same block without a latent: its experts read the hidden stat
 """
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,20 +12,29 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from MaxText.common import params
-from MaxText.common.errors import UnsupportedError
 from MaxText.configs.schema import Config
-from MaxText.kernels.grouped_matmul import grouped_matmul
-from MaxText.kernels.mxfp4 import BLOCK, MxFp4, pack
+from MaxText.kernels.mxfp4 import BLOCK, MxFp4
 from MaxText.layers.cache import Row
 from MaxText.layers.expert_dispatch import ExpertMesh, OwnExperts, dispatch
 from MaxText.layers.mlp import Mlp
 from MaxText.layers.normalization import RMSNorm
 from MaxText.layers.projection import Projection
 from MaxText.layers.router import Router
-from MaxText.layers.situ import gated_activation
 
 EXPERT_MATRICES = ("w1", "w3", "w2")
 """Gate, up and down, in the order in which the grouped product takes them."""
+
+
+class ExpertLoad(NamedTuple):
+  """What the routed experts of one layer, or of several, had to do.
+
+  Attributes:
+    chosen: [..., E] int32 tokens that chose each expert; what balances the routers.
+    dropped: [...] int32 choices that no device had room for; 0 without `moe_capacity_factor`.
+  """
+
+  chosen: Int[Array, "*layers E"]
+  dropped: Int[Array, "*layers"]
 
 
 class LatentMoe(nnx.Module):
@@ -52,7 +62,7 @@ class LatentMoe(nnx.Module):
     *,
     row: Row = None,
     place: ExpertMesh | None = None,
-  ) -> tuple[Float[Array, "B T D"], Int[Array, "E"]]:
+  ) -> tuple[Float[Array, "B T D"], ExpertLoad]:
     """Runs the block on x [B, T, D]; padding (segment 0) is sent to no expert and counted by none.
 
     Args:
@@ -62,7 +72,7 @@ class LatentMoe(nnx.Module):
       place: the devices that share the experts, or None for one device.
 
     Returns:
-      [B, T, D] in x.dtype, and how many tokens each expert got, [E] int32.
+      [B, T, D] in x.dtype, and the load of the E experts.
     """
     tokens = x.reshape(-1, x.shape[-1])
     ids, weights = self.gate(tokens)
@@ -77,7 +87,15 @@ class LatentMoe(nnx.Module):
     if latent:
       y = self.routed_expert_up_proj(y)
     y = y.reshape(x.shape)
-    return (y + self.shared_experts(x) if self.cfg.shared_experts else y), counts
+    return (y + self.shared_experts(x) if self.cfg.shared_experts else y), self._load(ids, valid, counts)
+
+  def _load(self, ids, valid, computed):
+    """Compares the rows that the experts computed, [E], with those that chose them."""
+    if self.cfg.moe_capacity_factor is None:
+      return ExpertLoad(computed, jnp.int32(0))
+    # not what was computed: an expert that loses rows is crowded, and must not be taken for an idle one
+    chosen = _per_expert(ids, valid, self.cfg.num_experts)[1]
+    return ExpertLoad(chosen, jnp.sum(chosen) - jnp.sum(computed))
 
 
 class Experts(nnx.Module):
@@ -127,39 +145,19 @@ class Experts(nnx.Module):
     """
     M, A = ids.shape
     E = self.cfg.num_experts
-    experts = OwnExperts(self.cfg, (self.weight("w1"), self.weight("w3"), self.weight("w2")), row)
+    experts = OwnExperts(self.cfg, tuple(map(self.weight, EXPERT_MATRICES)), row, self._changes())
     if place is not None:
-      if self.has_adapters:
-        raise UnsupportedError("lora_targets: adapters of routed experts run on one device, not on a mesh")
       return dispatch(place, experts, z, ids, weights, jnp.ones(M, bool) if valid is None else valid)
-    picks = ids.reshape(-1) if valid is None else jnp.where(valid[:, None], ids, E).reshape(-1)
+    picks, group_sizes = _per_expert(ids, valid, E)
     order = jnp.argsort(picks, stable=True)
-    group_sizes = jnp.sum(picks[:, None] == jnp.arange(E), axis=0, dtype=jnp.int32)
-    rows = z[order // A]
-    sorted_out = self._adapted(rows, group_sizes, row) if self.has_adapters else experts(rows, group_sizes)
+    sorted_out = experts(z[order // A], group_sizes)
     out = sorted_out[jnp.argsort(order)].reshape(M, A, -1).astype(jnp.float32)
     return jnp.sum(weights[..., None] * out, axis=1), group_sizes
 
-  @property
-  def has_adapters(self) -> bool:
-    """Whether a low-rank adapter hangs on any of the three stacks."""
-    return any(hasattr(self, f"{name}_lora") for name in EXPERT_MATRICES)
-
-  def _adapted(self, rows, group_sizes, row):
-    """Outputs [M*A, L] of rows that are sorted by expert, each product with what its adapter adds."""
-    weights, layer, impl = [self.weight(name) for name in EXPERT_MATRICES], row, self.cfg.moe_impl
-    if self.cfg.mxfp4_qat and not self.cfg.packs_experts:  # frozen below the adapters
-      if row is not None:  # a stack in which one layer is rounded, not all of them each time
-        weights, layer = [w[row] for w in weights], None
-      weights = [pack(w) for w in weights]
-
-    def product(x, name):
-      y = grouped_matmul(x, weights[EXPERT_MATRICES.index(name)], group_sizes, layer=layer, impl=impl)
-      adapter = getattr(self, f"{name}_lora", None)
-      return y if adapter is None else y + adapter(x, group_sizes, row, impl)
-
-    x, activation = rows.astype(jnp.float32), gated_activation(self.cfg)  # as inside the fused product
-    return product(activation(product(x, "w1"), product(x, "w3")), "w2").astype(rows.dtype)
+  def _changes(self):
+    """What the low-rank adapters of the three stacks add, None for a stack without one."""
+    adapters = [getattr(self, f"{name}_lora", None) for name in EXPERT_MATRICES]
+    return tuple(adapter and adapter.arrays() for adapter in adapters)
 
   def matrix(self, name: str) -> tuple[tuple[int, ...], tuple[str | None, ...]]:
     """Shape [.., E, out, in] and logical axes of one of the three stacks, packed or plain."""
@@ -172,6 +170,12 @@ class Experts(nnx.Module):
     if self.cfg.packs_experts:
       return MxFp4(getattr(self, f"{name}_packed")[...], getattr(self, f"{name}_scale")[...])
     return getattr(self, name)[...]
+
+
+def _per_expert(ids, valid, E):
+  """The choices [M*A] in one line, E for those of padding, and how many fall on each expert, [E]."""
+  picks = ids.reshape(-1) if valid is None else jnp.where(valid[:, None], ids, E).reshape(-1)
+  return picks, jnp.sum(picks[:, None] == jnp.arange(E), axis=0, dtype=jnp.int32)
 
 
 def _scale_byte(stddev: float) -> int:

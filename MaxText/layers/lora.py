@@ -6,6 +6,8 @@ float32 whatever the weights are, and the only `LoRAParam` of a model.
 Dims: r rank, O output and D input channels of the matrix, E experts, M rows sorted by expert.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -41,6 +43,43 @@ class Adapter(nnx.Module):
     return self.scale * _einsum("...or,...rd->...od", self.b[...], self.a[...])
 
 
+class ExpertChange(NamedTuple):
+  """The arrays of an `ExpertAdapter`, or those of the experts that one device holds.
+
+  Attributes:
+    a: [.., r, D] shared by the experts, or [.., E, r, D].
+    b: [.., E, O, r], times alpha / rank.
+  """
+
+  a: Float[Array, "*CE r D"]
+  b: Float[Array, "*C E O r"]
+
+  @property
+  def shared(self) -> bool:
+    """Whether the experts share A."""
+    return self.a.ndim < self.b.ndim
+
+  def __call__(
+    self, x: Float[Array, "M D"], group_sizes: Int[Array, "E"], row: Row, impl: Impl
+  ) -> Float[Array, "M O"]:
+    """Returns what the adapter adds to each row's product.
+
+    Args:
+      x: [M, D] float32 rows, those of expert 0 first.
+      group_sizes: [E] rows of each expert.
+      row: which layer of a stack.
+      impl: of the grouped products.
+
+    Returns:
+      [M, O] float32; 0 past the last group.
+    """
+    if self.shared:
+      low = _einsum("md,rd->mr", x, self.a if row is None else self.a[row])
+    else:
+      low = grouped_matmul(x, self.a, group_sizes, layer=row, impl=impl)
+    return grouped_matmul(low, self.b, group_sizes, layer=row, impl=impl)
+
+
 class ExpertAdapter(nnx.Module):
   """The change of one matrix [E, O, D] of all experts of a layer.
 
@@ -59,25 +98,9 @@ class ExpertAdapter(nnx.Module):
     self.a = _down(rngs, (*lead, rank, width), (*lead_names, None, width_name))
     self.b = _up(rngs, (*stack, experts, out, rank), (*names, expert_name, out_name, None))
 
-  def __call__(
-    self, x: Float[Array, "M D"], group_sizes: Int[Array, "E"], row: Row, impl: Impl
-  ) -> Float[Array, "M O"]:
-    """Returns what the adapter adds to each row's product.
-
-    Args:
-      x: [M, D] float32 rows, those of expert 0 first.
-      group_sizes: [E] rows of each expert.
-      row: which layer of a stack.
-      impl: of the grouped products.
-
-    Returns:
-      [M, O] float32; 0 past the last group.
-    """
-    if self.shared:
-      low = _einsum("md,rd->mr", x, self.a[...] if row is None else self.a[...][row])
-    else:
-      low = grouped_matmul(x, self.a[...], group_sizes, layer=row, impl=impl)
-    return self.scale * grouped_matmul(low, self.b[...], group_sizes, layer=row, impl=impl)
+  def arrays(self) -> ExpertChange:
+    """Returns the change as arrays, to be applied to rows."""
+    return ExpertChange(self.a[...], self.scale * self.b[...])
 
   def change(self) -> Float[Array, "*C E O D"]:
     """Returns scale * B A, [..., E, O, D] float32."""

@@ -20,7 +20,7 @@ from MaxText.layers.attention_mla import GatedLatentAttention
 from MaxText.layers.attn_res import AttnRes, ResidualStream
 from MaxText.layers.cache import DecoderCache, KdaCache, LayerCache, MlaCache, Row
 from MaxText.layers.embedding import Embedding
-from MaxText.layers.latent_moe import LatentMoe
+from MaxText.layers.latent_moe import ExpertLoad, LatentMoe
 from MaxText.layers.mlp import Mlp
 from MaxText.layers.normalization import RMSNorm
 from MaxText.layers.projection import Projection, project
@@ -39,12 +39,12 @@ class LayerOutput(NamedTuple):
   Attributes:
     stream: the residual stream after both additions.
     cache: memory after the last valid token; None when none came in.
-    expert_counts: [E] tokens that each routed expert got; None of a dense layer.
+    load: of the routed experts; None of a dense layer.
   """
 
   stream: ResidualStream
   cache: LayerCache | None
-  expert_counts: Int[Array, "E"] | None
+  load: ExpertLoad | None
 
 
 class DecoderLayer(nnx.Module):
@@ -91,10 +91,10 @@ class DecoderLayer(nnx.Module):
     stream = stream.add(_by_rows(layout, out))
     h = self.post_attention_layernorm(stream.prefix if plain else self.mlp_res(stream))
     if hasattr(self, "mlp"):
-      out, counts = self.mlp(h), None
+      out, load = self.mlp(h), None
     else:
-      out, counts = self.block_sparse_moe(h, segment_ids, row=row, place=layout and layout.experts)
-    return LayerOutput(stream.add(_by_rows(layout, out)), cache, counts)
+      out, load = self.block_sparse_moe(h, segment_ids, row=row, place=layout and layout.experts)
+    return LayerOutput(stream.add(_by_rows(layout, out)), cache, load)
 
 
 class KimiDecoder(nnx.Module):
@@ -137,7 +137,7 @@ class KimiDecoder(nnx.Module):
     cache: DecoderCache | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
   ) -> tuple[Float[Array, "B T D"], DecoderCache | None]:
-    """Runs everything but the head: prefill and decoding, and training where no expert count is wanted.
+    """Runs everything but the head: prefill and decoding, and training where no expert load is wanted.
 
     Args:
       ids: [B, T] token ids; T is static, and T == 1 takes the single-step kernels.
@@ -151,9 +151,9 @@ class KimiDecoder(nnx.Module):
     h, cache, _ = self._forward(ids, cache, segment_ids)
     return h, cache
 
-  def hidden_and_counts(
+  def hidden_and_load(
     self, ids: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None
-  ) -> tuple[Float[Array, "B T D"], Int[Array, "moe_layers E"]]:
+  ) -> tuple[Float[Array, "B T D"], ExpertLoad]:
     """Runs everything but the head in training, for `logits` and `balance_routers`.
 
     Args:
@@ -161,17 +161,19 @@ class KimiDecoder(nnx.Module):
       segment_ids: [B, T] document of each token, 0 = padding; None when every token is valid.
 
     Returns:
-      [B, T, D] normalised hidden states, and how many tokens each expert got in each layer that has experts,
-      [moe_layers, E] int32 in the order of depth. Padding counts nowhere.
+      [B, T, D] normalised hidden states, and the load of each layer that has experts, in the order of
+      depth: tokens that chose each expert, [moe_layers, E], and choices dropped, [moe_layers]. Padding counts
+      nowhere.
     """
-    h, _, counts = self._forward(ids, None, segment_ids)
-    return h, jnp.stack(counts) if counts else jnp.zeros((0, self.cfg.num_experts), jnp.int32)
+    h, _, loads = self._forward(ids, None, segment_ids)
+    none = ExpertLoad(jnp.zeros((0, self.cfg.num_experts), jnp.int32), jnp.zeros(0, jnp.int32))
+    return h, jax.tree.map(lambda *layers: jnp.stack(layers), *loads) if loads else none
 
   def balance_routers(self, counts: Int[Array, "moe_layers E"], rate: float) -> None:
     """Moves the selection bias of every router in place, by `update_router_bias`.
 
     Args:
-      counts: [moe_layers, E] from `hidden_and_counts`, summed over what was seen since the last update.
+      counts: [moe_layers, E] chosen, from `hidden_and_load`, summed over what was seen since the last update.
       rate: size of the step.
     """
     used = 0
@@ -194,23 +196,23 @@ class KimiDecoder(nnx.Module):
         yield getattr(self, part)[index].block_sparse_moe.gate, [number[layer] for layer in layers]
 
   def _forward(self, ids, cache, segment_ids):
-    """Hidden states, the cache after them, and the expert counts [E] of each layer that has experts."""
+    """Hidden states, the cache after them, and the load of each layer that has experts."""
     x = self.embed_tokens(ids)
     if segment_ids is not None:
       x = jnp.where((segment_ids != 0)[..., None], x, jnp.zeros_like(x))
     stream = ResidualStream.start(self.cfg, _by_rows(self.layout, x))
-    stream, head, counts = self._run(self.layers, stream, cache and cache.layers, segment_ids, 0)
+    stream, head, loads = self._run(self.layers, stream, cache and cache.layers, segment_ids, 0)
     cycles, tail = (), ()
     if self.plan.repeats:
       stream, cycles, more = self._scan_cycles(stream, cache and cache.cycles, segment_ids)
       stream, tail, last = self._run(
         self.epilogue, stream, cache and cache.epilogue, segment_ids, self.plan.scanned_end
       )
-      counts = [*counts, *more, *last]
+      loads = [*loads, *more, *last]
     h = stream.prefix if self.cfg.attn_res_block_size is None else self.output_attn_res(stream)
     if cache is not None:
       cache = constrain_cache(self.layout, DecoderCache(head, cycles, tail))
-    return self.norm(h), cache, counts
+    return self.norm(h), cache, loads
 
   def logits(self, h: Float[Array, "*B D"]) -> Float[Array, "*B vocab"]:
     """Projects hidden states [..., D] to logits [..., vocab] float32; no scale, no cap (spec 2.8)."""
@@ -224,14 +226,14 @@ class KimiDecoder(nnx.Module):
 
   def _run(self, layers, stream, caches, segment_ids, start):
     """Unrolled layers from depth `start` on."""
-    new, counts = [], []
+    new, loads = [], []
     for i, layer in enumerate(layers):
       context = dict(segment_ids=segment_ids, layer=start + i, layout=self.layout)
       run = functools.partial(layer, cache=caches and caches[i], **context)
-      stream, cache, expert_counts = self._for_training(run, caches)(stream)
+      stream, cache, load = self._for_training(run, caches)(stream)
       new.append(cache)
-      counts += [] if expert_counts is None else [expert_counts]
-    return stream, tuple(new), counts
+      loads += [] if load is None else [load]
+    return stream, tuple(new), loads
 
   def _for_training(self, body, caches, *, in_scan=False):
     """Rematerialises `body` where there is a backward pass: without caches."""
@@ -251,24 +253,25 @@ class KimiDecoder(nnx.Module):
     def cycle(carry, xs):
       stream, caches = carry
       row, weights = xs
-      new, counts = [], []
+      new, loads = [], []
       for position in range(period):
         layer = nnx.merge(graphs[position], experts[position], weights[position])
         cache = caches and caches[position]
         depth = start + row * period + position
         stack_row = None if caches is None else row
         place = dict(layer=depth, row=stack_row, layout=self.layout)
-        stream, cache, expert_counts = layer(stream, cache, segment_ids, **place)
+        stream, cache, load = layer(stream, cache, segment_ids, **place)
         new.append(cache)
-        counts += [] if expert_counts is None else [expert_counts]
-      return (stream, caches and tuple(new)), counts if caches is None else []
+        loads += [] if load is None else [load]
+      return (stream, caches and tuple(new)), loads if caches is None else []
 
     body = self._for_training(cycle, caches, in_scan=True)
-    (stream, caches), counts = jax.lax.scan(body, (stream, caches), (jnp.arange(self.plan.repeats), small))
+    (stream, caches), loads = jax.lax.scan(body, (stream, caches), (jnp.arange(self.plan.repeats), small))
     if self.cfg.attn_res_block_size is not None:
       closed = -(-self.plan.scanned_end // self.cfg.attn_res_block_size)
       stream = dataclasses.replace(stream, closed=closed)
-    return stream, caches, [layer[row] for row in range(self.plan.repeats) for layer in counts]
+    rows = [ExpertLoad(chosen[i], dropped[i]) for i in range(self.plan.repeats) for chosen, dropped in loads]
+    return stream, caches, rows
 
 
 def _by_rows(layout: Layout | None, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:

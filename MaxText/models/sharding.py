@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import Array, Shaped
 
 from MaxText.common.errors import ConfigError, InputError, UnsupportedError
-from MaxText.configs.mesh import MESH_AXES, AxisRules, MeshConfig, size_key
+from MaxText.configs.mesh import MESH_AXES, AxisRules, MeshConfig, nearest_divisors, size_key
 from MaxText.layers.cache import DecoderCache, KdaCache, LayerCache, MlaCache
 from MaxText.layers.expert_dispatch import ExpertMesh
 
@@ -112,25 +112,34 @@ class Layout:
     return jax.lax.with_sharding_constraint(x, self.sharding(names))
 
 
-def build_layout(cfg: MeshConfig) -> Layout:
-  """Arranges this machine's devices in the mesh of `cfg`.
+def find_devices(cfg: MeshConfig, slices: int = 1) -> list[jax.Device]:
+  """Returns this machine's devices that make up the mesh of `cfg`, or one such mesh for each of `slices`.
 
   Raises:
-    InputError: there are fewer devices.
+    InputError: there are fewer.
+    ConfigError: an axis is to take what the others leave, and they do not divide the devices.
   """
   found = jax.devices()
-  if len(found) < cfg.devices:
+  cfg = cfg.filled(max(len(found) // slices, 1))
+  needed = cfg.devices * slices
+  if len(found) < needed:
     sizes = " x ".join(f"{axis} {size}" for axis, size in cfg.sizes.items())
-    hint = f"; simulate them with XLA_FLAGS=--xla_force_host_platform_device_count={cfg.devices}"
+    hint = f"; simulate them with XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
     raise InputError(
-      f"mesh {cfg.mesh_name}: needs {cfg.devices} devices ({sizes}), found {len(found)} of kind "
+      f"mesh {cfg.mesh_name}: needs {needed} devices ({sizes}), found {len(found)} of kind "
       f"{found[0].device_kind}{hint if found[0].platform == 'cpu' else ''}"
     )
+  return found[:needed]
+
+
+def build_layout(cfg: MeshConfig) -> Layout:
+  """Arranges this machine's devices in the mesh of `cfg`; raises as `find_devices`."""
+  devices = find_devices(cfg)
   mesh = jax.make_mesh(
-    tuple(cfg.sizes.values()),
+    tuple(cfg.filled(len(devices)).sizes.values()),
     MESH_AXES,
     axis_types=(AxisType.Auto,) * len(MESH_AXES),
-    devices=found[: cfg.devices],
+    devices=devices,
   )
   return Layout(mesh, cfg.logical_axis_rules, f"mesh {cfg.mesh_name}")
 
@@ -204,19 +213,13 @@ def _check_divisible(layout: Layout, found: Sequence[Dimensions]) -> None:
   size, parts, name, param = min(wrong, key=lambda each: each[0])
   axes = layout.axes(name)
   keys = ", ".join(f"{size_key(axis)}={layout.mesh.shape[axis]}" for axis in axes)
-  below, above = _divisors(size, parts)
+  below, above = nearest_divisors(size, parts)
   fitting = " or ".join(map(str, dict.fromkeys((below, above))))
   multiples = " or ".join(map(str, _multiples(size, parts)))
   raise ConfigError(
     f"{layout.name}: {keys}: {name} of {size} ({_KEYS.get(name, name)}) does not divide over {parts} devices "
     f"({param.path} {list(param.shape)}); nearest that do: {fitting} devices, or a size of {multiples}"
   )
-
-
-def _divisors(size: int, parts: int) -> tuple[int, int]:
-  """The nearest divisors of `size` on either side of `parts`."""
-  divisors = [d for d in range(1, size + 1) if size % d == 0]
-  return max(d for d in divisors if d < parts), min((d for d in divisors if d > parts), default=size)
 
 
 def _multiples(size: int, parts: int) -> list[int]:

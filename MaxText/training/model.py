@@ -1,15 +1,15 @@
-"""Our decoder behind the call that maxtext's loss makes, with the axis names that its sharding reads."""
+"""Our decoder behind the call that maxtext's loss makes, with the shardings that maxtext reads."""
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from MaxText.common import params
 from MaxText.configs.schema import Config
 from MaxText.models import registry
+from MaxText.models.sharding import Layout
 
 _BIAS = "e_score_correction_bias"
 
@@ -23,7 +23,7 @@ class BaseWeight(nnx.Variable):
 
 
 class ExpertCounts(nnx.Variable):
-  """Tokens that each expert got since its router's bias was last moved."""
+  """What the experts had to do since the routers' biases were last moved."""
 
 
 class TrainedDecoder(nnx.Module):
@@ -31,13 +31,24 @@ class TrainedDecoder(nnx.Module):
 
   Attributes:
     decoder: the model that decodes, unchanged but for the kind of its router biases.
-    expert_counts: [moe_layers, E] int32, added to by every call, over all parts of a batch.
+    expert_counts: [moe_layers, E] int32 tokens that chose each expert, added to by every call, over all parts
+      of a batch.
+    dropped: [] int32 choices that no device had room for, added to likewise; only with `moe_capacity_factor`.
     mesh: devices, read by maxtext's loss.
   """
 
-  def __init__(self, cfg: Config, mesh: jax.sharding.Mesh, *, rngs: nnx.Rngs):
-    self.mesh = mesh
+  def __init__(self, cfg: Config, layout: Layout, *, rngs: nnx.Rngs):
+    """Draws the weights.
+
+    Args:
+      cfg: the model.
+      layout: of the devices, one or many.
+      rngs: for the weights.
+    """
+    self.mesh = layout.mesh
     self.decoder = registry.build(cfg, rngs)
+    if layout.mesh.size > 1:
+      self.decoder.layout = layout
     for _, module in nnx.iter_graph(self.decoder):
       if isinstance(module, nnx.Module) and hasattr(module, _BIAS):
         bias = getattr(module, _BIAS)
@@ -46,10 +57,12 @@ class TrainedDecoder(nnx.Module):
       _freeze_base(self.decoder)
     for _, variable in nnx.iter_graph(self.decoder):
       if isinstance(variable, nnx.Param | params.Frozen | RouterBias | BaseWeight):
-        variable.set_metadata(out_sharding=variable.get_metadata("axes"))
+        variable.set_metadata(out_sharding=layout.sharding(variable.get_metadata("axes")))
 
     moe_layers = [kind for _, kind in self.decoder.plan.kinds if kind == "moe"]
     self.expert_counts = ExpertCounts(jnp.zeros((len(moe_layers), cfg.num_experts), jnp.int32))
+    if cfg.moe_capacity_factor is not None:
+      self.dropped = ExpertCounts(jnp.int32(0))
 
   def __call__(
     self,
@@ -66,25 +79,32 @@ class TrainedDecoder(nnx.Module):
       decoder_segment_ids: [B, T] document of each token, 0 = padding.
       **unused: what maxtext's loss passes to other models: targets, images, dropout.
     """
-    h, counts = self.decoder.hidden_and_counts(decoder_input_tokens, decoder_segment_ids)
-    self.expert_counts.set_value(self.expert_counts[...] + counts)
+    h, load = self.decoder.hidden_and_load(decoder_input_tokens, decoder_segment_ids)
+    self.expert_counts.set_value(self.expert_counts[...] + load.chosen)
+    if hasattr(self, "dropped"):
+      self.dropped.set_value(self.dropped[...] + jnp.sum(load.dropped))
     return self.decoder.logits(h)
 
-  def balance_routers(self, rate: float) -> Float[Array, ""]:
-    """Moves every router's bias towards equal loads, by what its experts got since the last time.
+  def settle_experts(self, rate: float) -> dict[str, Shaped[Array, ""]]:
+    """Moves every router's bias towards equal loads, by what its experts were chosen for since the last time.
 
     Args:
       rate: size of the step; 0 leaves the biases.
 
     Returns:
-      Load of the busiest expert of any layer, as a multiple of the layer's mean.
+      `moe/busiest_expert`: load of the busiest expert of any layer, as a multiple of the layer's mean; with
+      `moe_capacity_factor` also `moe/dropped_rows`: choices of an expert, in all layers, that had no room.
     """
     counts = self.expert_counts[...]
     if rate:
       self.decoder.balance_routers(counts, rate)
     self.expert_counts.set_value(jnp.zeros_like(counts))
     loads = counts / jnp.maximum(jnp.mean(counts, axis=-1, keepdims=True), 1)
-    return jnp.max(loads, initial=0)
+    measured = {"moe/busiest_expert": jnp.max(loads, initial=0)}
+    if hasattr(self, "dropped"):
+      measured["moe/dropped_rows"] = self.dropped[...]
+      self.dropped.set_value(jnp.int32(0))
+    return measured
 
 
 def _freeze_base(decoder: nnx.Module) -> None:

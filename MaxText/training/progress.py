@@ -83,5 +83,8 @@ class Record:
   def _forget(self, step: int) -> None:
     if self._path.is_file():
       lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
-      kept = [line for line in lines if json.loads(line)["step"] < step]
-      self._path.write_text("".join(kept), encoding="utf-8")
+      # of a run that was killed, the last line may be torn
+      kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] < step]
+      partial = self._path.with_name(f"{self._path.name}.partial")
+      partial.write_text("".join(kept), encoding="utf-8")
+      partial.replace(self._path)

@@ -4,9 +4,9 @@ A run's directory holds config.json and the tokenizer, as every checkpoint does,
 checkpoints below `checkpoints/`.
 """
 
-import importlib.util
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,30 +27,29 @@ from MaxText.checkpoints.layout import ParameterTree
 from MaxText.checkpoints.load import load_params
 from MaxText.checkpoints.reader import read_json
 from MaxText.common.errors import CheckpointError, ConfigError, TrainingError
+from MaxText.configs import loader
 from MaxText.configs.comparison import architecture_differences
 from MaxText.configs.counts import count
+from MaxText.configs.mesh import MeshConfig
 from MaxText.configs.options import TrainOptions
 from MaxText.configs.published import from_published
 from MaxText.configs.schema import Config
+from MaxText.models import registry
 from MaxText.models.adapters import merged
+from MaxText.models.sharding import Layout, describe_layout, find_devices, parameter_shardings
 from MaxText.tokenizers.chat.formats import ChatFormat
 from MaxText.tokenizers.chat.options import ChatOptions
 from MaxText.tokenizers.kimi import KimiTokenizer
 from MaxText.training import compat, data
 from MaxText.training.chat_rows import Chats, find_chats, packed_chats
 from MaxText.training.documents import Documents, find_documents
+from MaxText.training.keys import maxtext_keys, row_length, slices
 from MaxText.training.model import TrainedDecoder
-from MaxText.training.optimizer import NOT_DECAYED, muon_dimensions
+from MaxText.training.optimizer import muon_dimensions
+from MaxText.training.parts import Parts
 from MaxText.training.progress import Progress, Record
 
-# axis names of our parameters that maxtext's own rules lack, and the mesh axes that split them: the latent is
-# split over fsdp where the experts stand, over tensor beside the embedding, which has taken fsdp
-AXIS_RULES = [
-  *(["expert", "expert"], ["expert_mlp", ["tensor"]], ["latent", ["fsdp"]], ["latent", ["tensor"]]),
-  ["head_dim", []],
-]
 ADAPTERS_FILE = "adapters.safetensors"  # beside config.json, when a run that trains adapters has ended
-ROW_LENGTH = 256  # tokens, unless max_target_length says otherwise
 
 
 def trained_config(cfg: Config) -> Config:
@@ -85,19 +84,20 @@ def train(
     UserError: something given cannot be used, the loss is no number, or a checkpoint cannot be saved.
   """
   cfg = trained_config(cfg)
-  _check_length(cfg, _row_length(options))
+  _check_length(cfg, row_length(options))
+  mesh = loader.load_training_mesh(options)
   directory = Path(options.base_output_directory, options.run_name or cfg.model_name).absolute()
   documents = _documents(options) if chat is None else _chats(options, *chat)
   compat.require()
-  keys = maxtext_keys(cfg, options, directory) | dict(passed)
-  config = compat.build_config(cfg, keys)
+  config = compat.build_config(cfg, maxtext_keys(cfg, options, mesh, passed, directory))
+  layout = _layout(cfg, mesh, config, slices(passed))
   if config.enable_checkpointing:
     _prepare(directory, cfg, companions)
   _check_adapters(cfg, options, directory)
   record = Record(directory / "metrics.jsonl" if config.enable_checkpointing else None)
   progress = Progress(config.steps, config.global_batch_size_to_train_on * config.max_target_length)
   try:
-    compat.run(config, _parts(cfg, options, config, documents, tokenizer, progress, record))
+    compat.run(config, _parts(cfg, options, config, layout, documents, tokenizer, progress, record))
   finally:
     progress.close()
   if cfg.lora_rank and config.enable_checkpointing:
@@ -105,95 +105,25 @@ def train(
   return directory
 
 
-def maxtext_keys(cfg: Config, options: TrainOptions, directory: Path) -> dict[str, Any]:
-  """Returns maxtext's keys for a run: its names, our values."""
-  hardware = _hardware()
-  return {
-    **_architecture_keys(cfg),
-    "run_name": directory.name,
-    "base_output_directory": str(directory.parent),
-    "log_config": False,
-    "hardware": hardware,
-    "skip_jax_distributed_system": hardware == "cpu",
-    "steps": options.steps,
-    "dataset_type": options.dataset_type,
-    "grain_train_files": options.grain_train_files or "standard library",
-    "grain_eval_files": options.grain_eval_files or "",
-    "per_device_batch_size": options.per_device_batch_size,
-    "max_target_length": _row_length(options),
-    "init_weights_seed": options.seed,
-    "data_shuffle_seed": options.seed,
-    "opt_type": options.opt_type,
-    "learning_rate": options.learning_rate,
-    "learning_rate_schedule_steps": options.learning_rate_schedule_steps or -1,
-    "warmup_steps_fraction": options.warmup_steps_fraction,
-    "gradient_accumulation_steps": options.gradient_accumulation_steps,
-    "gradient_clipping_threshold": options.gradient_clipping_threshold,
-    # muon's own Adam has no mask, so nothing that it updates may decay
-    "adam_weight_decay": 0.0 if options.opt_type == "muon" else options.adam_weight_decay,
-    "muon_weight_decay": options.muon_weight_decay,
-    "muon_consistent_rms": 0.2,  # updates as large as Adam's, so that one learning rate serves both
-    "adamw_mask": list(NOT_DECAYED),
-    "enable_checkpointing": options.enable_checkpointing,
-    "save_checkpoint_on_start": False,
-    "checkpoint_period": options.checkpoint_period,
-    "max_num_checkpoints_to_keep": options.max_num_checkpoints_to_keep,
-    "eval_interval": options.eval_interval or -1,
-    "eval_steps": options.eval_steps,
-    "enable_tensorboard": options.enable_tensorboard,
-    "abort_on_nan_loss": False,  # ours says which parameter, and undoes the step
-    "ici_data_parallelism": options.ici_data_parallelism or 1,
-    "ici_fsdp_parallelism": options.ici_fsdp_parallelism or -1,
-    "ici_tensor_parallelism": options.ici_tensor_parallelism or 1,
-    "ici_expert_parallelism": options.ici_expert_parallelism or 1,
-    "logical_axis_rules": AXIS_RULES,
-  }
+def _layout(cfg: Config, mesh: MeshConfig, config: Any, count: int) -> Layout:
+  """Lays the model out on the devices, and says on stderr what each holds where there are several.
 
-
-def _architecture_keys(cfg: Config) -> dict[str, Any]:
-  """The keys that both configurations have; maxtext reads the vocabulary, the rest is for its logs."""
-  return {
-    "model_name": cfg.model_name,
-    "override_model_config": True,
-    "decoder_block": "deepseek",
-    "attention_type": "mla",
-    "vocab_size": cfg.vocab_size,
-    "base_emb_dim": cfg.base_emb_dim,
-    "base_num_decoder_layers": cfg.base_num_decoder_layers,
-    "base_mlp_dim": cfg.base_mlp_dim,
-    "base_moe_mlp_dim": cfg.base_moe_mlp_dim,
-    "base_num_query_heads": cfg.base_num_query_heads,
-    "base_num_kv_heads": cfg.base_num_query_heads,
-    "first_num_dense_layers": cfg.first_num_dense_layers,
-    "num_experts": cfg.num_experts,
-    "num_experts_per_tok": cfg.num_experts_per_tok,
-    "shared_experts": cfg.shared_experts,
-    "scan_layers": cfg.scan_layers,
-    "dtype": cfg.dtype,
-    "weight_dtype": cfg.parameter_dtype,
-    "logits_via_embedding": cfg.logits_via_embedding,
-    "tokenizer_path": "unused",  # the tokenizer is ours; left out, maxtext would look for its own
-  }
-
-
-def _row_length(options: TrainOptions) -> int:
-  return options.max_target_length or ROW_LENGTH
+  Raises:
+    UserError: too few devices, or a dimension does not divide over them.
+  """
+  devices = find_devices(mesh, count)
+  layout = Layout(compat.device_mesh(config, devices), mesh.logical_axis_rules, f"mesh {mesh.mesh_name}")
+  decoder = registry.abstract(cfg)
+  parameter_shardings(layout, decoder)
+  if len(devices) > 1:
+    print(describe_layout(layout, decoder), file=sys.stderr)
+  return layout
 
 
 def _check_length(cfg: Config, length: int) -> None:
   if length > cfg.max_position_embeddings:
     most = cfg.max_position_embeddings
     raise ConfigError(f"max_target_length: {length} exceeds the model's max_position_embeddings {most}")
-
-
-def _hardware() -> str:
-  """cpu, gpu or tpu, without starting a backend: on many hosts jax has to be told of them first."""
-  chosen = jax.config.jax_platforms
-  if chosen:
-    return {"cpu": "cpu", "tpu": "tpu"}.get(chosen.split(",")[0], "gpu")
-  if importlib.util.find_spec("libtpu"):
-    return "tpu"
-  return "gpu" if importlib.util.find_spec("jax_cuda12_plugin") else "cpu"
 
 
 # --- directory ----------------------------------------------------------------------------------------------
@@ -239,14 +169,14 @@ def _documents(options: TrainOptions) -> dict[str, Documents]:
 def _chats(options: TrainOptions, chat: ChatFormat, rendering: ChatOptions) -> dict[str, Chats]:
   """Training and evaluation chats by key, read and rendered before anything slow."""
   keys = ["grain_train_files"] + ["grain_eval_files"] * (options.eval_interval is not None)
-  length = _row_length(options)
+  length = row_length(options)
   return {key: find_chats(key, getattr(options, key), chat, length, rendering) for key in keys}
 
 
 # --- parts of the loop --------------------------------------------------------------------------------------
 
 
-def _parts(cfg, options, config, documents, tokenizer, progress, record) -> compat.Parts:
+def _parts(cfg, options, config, layout, documents, tokenizer, progress, record) -> Parts:
   datasets = {key: None for key in ("grain_train_files", "grain_eval_files")}
   for key, found in documents.items():
     training = key == "grain_train_files"
@@ -267,12 +197,13 @@ def _parts(cfg, options, config, documents, tokenizer, progress, record) -> comp
   # where adapters are trained, everything else is frozen, and so are the router biases
   balance = 0.0 if cfg.lora_rank else options.routed_bias_update_rate
   tokens = config.per_device_batch_size * config.gradient_accumulation_steps * config.max_target_length
-  return compat.Parts(
-    model=lambda mesh, rngs: TrainedDecoder(cfg, mesh, rngs=rngs),
-    after_step=lambda model: {"moe/busiest_expert": model.balance_routers(balance)},
+  return Parts(
+    mesh=layout.mesh,
+    model=lambda rngs: TrainedDecoder(cfg, layout, rngs=rngs),
+    after_step=lambda model: model.settle_experts(balance),
     train_data=datasets["grain_train_files"],
     eval_data=datasets["grain_eval_files"],
-    initial_weights=lambda abstract: _initial_weights(cfg, options.checkpoint),
+    initial_weights=lambda abstract: _initial_weights(cfg, options.checkpoint, layout),
     muon=muon_dimensions,
     tflops=6 * count(cfg).active * tokens / 1e12,
     on_step=lambda step, scalars: progress.step(step, float(scalars["learning/lm_loss"])),
@@ -288,12 +219,15 @@ def _check_adapters(cfg: Config, options: TrainOptions, directory: Path) -> None
     raise ConfigError("lora_rank: adapters need weights to adapt; name them: checkpoint=DIR")
 
 
-def _initial_weights(cfg: Config, checkpoint: str | None) -> dict | None:
+def _initial_weights(cfg: Config, checkpoint: str | None, layout: Layout) -> dict | None:
   """Weights of a checkpoint as the nested dictionaries that maxtext overlays, or None to keep drawn ones."""
   if checkpoint is None:
     return None
   # adapters of an earlier run become part of the weights that new ones start from
-  tree = ParameterTree(merged(load_params(checkpoint, cfg.model_copy(update={"lora_rank": 0}))))
+  base = cfg.model_copy(update={"lora_rank": 0})
+  tree = ParameterTree(
+    merged(load_params(checkpoint, base, mesh_shardings=partial(parameter_shardings, layout)))
+  )
   nested: dict = {}
   for path, array in tree.values.items():
     *parents, name = (int(key) if key.isdigit() else key for key in ("decoder." + path).split("."))

@@ -12,6 +12,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from MaxText.layers import expert_dispatch
 from MaxText.layers.expert_dispatch import ExpertMesh, OwnExperts, dispatch
 from MaxText.layers.latent_moe import Experts
+from MaxText.layers.lora import LoRAParam
+from MaxText.models.adapters import attach
 from tests.kernels.compilation import quick_jit
 from tests.small import k3_config
 
@@ -152,3 +154,32 @@ def test_packed_experts_of_a_stack(moe_dispatch):
   )
   assert_close(got, want)
   np.testing.assert_array_equal(counts, want_counts)
+
+
+# by default each kind of experts, dispatch and adapters once
+ADAPTED = [
+  ("whole_experts", "local_experts", "per_expert"),
+  ("cut_experts", "ragged_all_to_all", "shared_a"),
+  pytest.param("cut_experts", "local_experts", "shared_a", marks=pytest.mark.slow),
+  pytest.param("replicas", "ragged_all_to_all", "per_expert", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("name, moe_dispatch, kind", ADAPTED)
+def test_adapters_of_experts_give_the_sum_and_the_gradients_of_one_device(name, moe_dispatch, kind):
+  ours = dict(lora_rank=4, lora_targets=("experts",), lora_experts=kind, moe_dispatch=moe_dispatch)
+  adapted = Experts(k3_config(expert_quantization="none", initializer_range=0.15, **ours), rngs=nnx.Rngs(0))
+  attach(nnx.Dict(experts=adapted), adapted.cfg, nnx.Rngs(1))
+  z, combine, cotangent, valid = tokens()
+  graph, lora, base = nnx.split(adapted, LoRAParam, ...)
+  lora = jax.tree.map(lambda a: 0.3 * jax.random.normal(jax.random.key(a.size), a.shape), lora)
+
+  def loss(lora, z, place):
+    y, _ = nnx.merge(graph, lora, base)(z, routings()["even"], combine, valid, place=place)
+    return jnp.sum(y * cotangent), y
+
+  program = quick_jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), static_argnums=2)
+  (_, want), want_gradients = program(lora, z, None)
+  (_, got), gradients = program(lora, z, place(name))
+  assert_close((got, gradients), (want, want_gradients))
+  assert all(np.any(leaf) for leaf in jax.tree.leaves(want_gradients))

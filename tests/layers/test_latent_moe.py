@@ -55,8 +55,8 @@ def test_padding_is_counted_by_no_expert_and_gets_no_gradient():
   x = jax.random.normal(jax.random.key(0), (2, 3, cfg.base_emb_dim))
   segments = jnp.int32([[1, 0, 1], [0, 0, 2]])
   poisoned = jnp.where((segments != 0)[..., None], x, 1e6)
-  (got, counts), (clean, _) = block(poisoned, segments), block(x, segments)
-  assert counts.sum() == 3 * cfg.num_experts_per_tok
+  (got, load), (clean, _) = block(poisoned, segments), block(x, segments)
+  assert load.dropped == 0 and load.chosen.sum() == 3 * cfg.num_experts_per_tok
   np.testing.assert_array_equal(got[segments != 0], clean[segments != 0])
 
   def loss(block, x):

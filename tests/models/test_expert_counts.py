@@ -16,7 +16,7 @@ LAYERS = range(1, 6)  # of the six, those with experts
 
 def counter(model):
   """Program (ids, segment ids) -> counts [moe_layers, E]."""
-  return quick_jit(lambda i, s: model.hidden_and_counts(i, s)[1])
+  return quick_jit(lambda i, s: model.hidden_and_load(i, s)[1].chosen)
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from MaxText.checkpoints.adapters import save_adapters
 from MaxText.inference.decode_loop import DecodeLoop, padded
 from MaxText.inference.sampling import rows
+from MaxText.inference.weights import Source, read_decoder
+from MaxText.models.adapters import attach
 from MaxText.models.sharding import build_layout, parameter_shardings
 from tests.kernels.compilation import compiling_quickly, quick_jit
 from tests.models.conftest import IDS, load
@@ -68,7 +71,7 @@ def compiled(model):
 
   def loss(params, rest, ids, segments):
     model = nnx.merge(graph, params, rest)
-    h, counts = model.hidden_and_counts(ids, segments)
+    h, (counts, _) = model.hidden_and_load(ids, segments)
     logits = model.logits(h)
     picked = jnp.take_along_axis(jax.nn.log_softmax(logits), ids[..., None], axis=-1)[..., 0]
     return -jnp.sum(jnp.where(segments != 0, picked, 0.0)), (logits, counts)
@@ -152,6 +155,26 @@ def test_greedy_decoding_through_sharded_caches_gives_the_same_tokens(
   np.testing.assert_array_equal(tokens, greedy_one_device)
   (program,) = loop._decode._compiled.values()
   assert not re.findall(r"= \(?u8\[[^\n]*? all-gather", program.as_text())
+
+
+def test_adapters_are_folded_into_weights_where_they_lie(directories, tmp_path):
+  """Those of packed experts stay beside them."""
+  cfg = decoder(directories[True]).cfg
+  lora = cfg.model_copy(update=dict(lora_rank=2, lora_targets=("self_attn", "experts")))
+  model = decoder(directories[True])
+  attach(model, lora, nnx.Rngs(0))
+  nnx.update(model, jax.tree.map(lambda a: a + 0.05, nnx.state(model, nnx.LoRAParam)))
+  save_adapters(model, lora, tmp_path / "adapters")
+  layout = build_layout(mesh_config())
+  source = Source(directories[True])
+  want, _ = read_decoder(cfg, source, adapters=str(tmp_path / "adapters"))
+  got, _ = read_decoder(cfg, source, adapters=str(tmp_path / "adapters"), layout=layout)
+  shardings = parameter_shardings(layout, got)
+  found = nnx.to_flat_state(nnx.state(got))
+  assert got.layout == layout and any(keys[-2] == "w1_lora" for keys, _ in found)
+  for (keys, mine), (_, other) in zip(found, nnx.to_flat_state(nnx.state(want)), strict=True):
+    assert mine.get_value().sharding == shardings[".".join(map(str, keys))]
+    np.testing.assert_allclose(mine.get_value(), other.get_value(), rtol=0, atol=1e-6)
 
 
 def test_a_scanned_stack_on_a_mesh_gives_the_logits_of_one_device(tmp_path):

@@ -16,7 +16,7 @@ from MaxText.common.errors import ConfigError, InputError
 from MaxText.configs import loader
 from MaxText.configs.loader import MESHES, load_mesh
 from MaxText.configs.mesh import AxisRules, MeshConfig
-from MaxText.configs.options import MeshOptions
+from MaxText.configs.options import DecodeOptions, MeshOptions
 from MaxText.layers.cache import KdaCache, MlaCache
 from MaxText.models import registry
 from MaxText.models.kimi_k3 import init_cache
@@ -243,7 +243,7 @@ def test_the_summary_counts_bytes():
 
 
 def test_meshes_of_the_package_load():
-  assert {path.stem for path in MESHES.glob("*.yml")} == {"cpu-8", "tpu7x-16"}
+  assert {path.stem for path in MESHES.glob("*.yml")} == {"cpu-8", "fsdp", "tpu7x-16"}
   assert mesh_config("cpu-8").devices == 8 and mesh_config("tpu7x-16").devices == 32
 
 
@@ -271,5 +271,23 @@ def test_a_mistake_in_a_mesh_file_is_one_line(tmp_path, old, new, words):
 def test_an_unknown_mesh_and_sizes_without_one_are_refused():
   with pytest.raises(ConfigError, match=r"cpu-9: no such file or mesh, did you mean 'cpu-8'\?"):
     mesh_config("cpu-9")
-  with pytest.raises(ValueError, match="ici_fsdp_parallelism: needs a mesh"):
-    MeshOptions(mesh=None, **(SIZES | {"ici_fsdp_parallelism": 2}))
+  with pytest.raises(ConfigError, match="ici_fsdp_parallelism: needs a mesh"):
+    loader.load_command("kimi-k3-tiny", ["ici_fsdp_parallelism=2"], DecodeOptions)
+
+
+def test_one_axis_takes_the_devices_that_the_others_leave():
+  assert mesh_config("fsdp").devices is None and build_layout(mesh_config("fsdp")).mesh.shape["fsdp"] == 8
+  layout = build_layout(mesh_config("fsdp", tensor=2))
+  assert (layout.mesh.shape["fsdp"], layout.mesh.shape["tensor"]) == (4, 2)
+  with pytest.raises(
+    ConfigError, match="mesh fsdp: ici_tensor_parallelism=3 does not divide 8 devices; .*2 or 4$"
+  ):
+    build_layout(mesh_config("fsdp", tensor=3))
+  with pytest.raises(ValueError, match="ici_tensor_parallelism: only one size can be -1, and ici_fsdp_para"):
+    mesh_config("cpu-8", fsdp=-1, tensor=-1)
+  with pytest.raises(ValueError, match="ici_expert_parallelism: 0 devices are no mesh"):
+    mesh_config("cpu-8", expert=0)
+  with pytest.raises(
+    ConfigError, match="ici_tensor_parallelism: only one size can be -1, and ici_fsdp_paral"
+  ):
+    mesh_config("fsdp", tensor=-1)

@@ -13,14 +13,17 @@ from MaxText.configs.schema import Config
 
 pytest.importorskip("grain", reason="the packages of training are not installed; pip install '.[train]'")
 
-from MaxText.training import compat, run  # noqa: E402
+from MaxText.training import compat, parts, run  # noqa: E402
+from MaxText.training.keys import maxtext_keys  # noqa: E402
+from MaxText.training.maxtext_modules import maxtext_module  # noqa: E402
 
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory):
   cfg, options = loader.load_command("kimi-k3-tiny", [], TrainOptions)
   cfg = run.trained_config(cfg)
-  return cfg, run.maxtext_keys(cfg, options, tmp_path_factory.mktemp("run"))
+  mesh = loader.load_training_mesh(options)
+  return cfg, maxtext_keys(cfg, options, mesh, {}, tmp_path_factory.mktemp("run"))
 
 
 @pytest.mark.train
@@ -31,7 +34,7 @@ def test_the_installed_maxtext_keeps_every_contract():
 
 def test_another_release_is_refused_before_it_is_imported(monkeypatch):
   monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.2.6")
-  monkeypatch.setattr(compat, "_module", pytest.fail)
+  monkeypatch.setattr(compat, "maxtext_module", pytest.fail)
   with pytest.raises(ConfigError) as caught:
     compat.require()
   assert str(caught.value) == (
@@ -87,21 +90,28 @@ def test_a_wrong_value_of_maxtexts_own_key_is_one_line(keys):
 def test_keys_are_passed_on_by_groups_and_ours_come_first():
   passed = compat.passed_keys()
   assert {"adam_b1", "muon_beta", "lr_schedule_type", "dcn_data_parallelism", "profiler"} <= passed.keys()
+  stated_by_a_mesh = {
+    "logical_axis_rules",
+    "mesh_axes",
+    "ici_context_parallelism",
+    "dcn_sequence_parallelism",
+  }
+  assert not passed.keys() & stated_by_a_mesh
   assert not passed.keys() & Config.model_fields.keys()
   assert {"attention", "sparse_matmul", "quantization", "rope_type"} <= compat.all_keys() - passed.keys()
 
 
 @pytest.mark.train
 def test_what_a_run_replaces_comes_back(keys):
-  parts = compat.Parts(*[None] * len(compat.Parts.__dataclass_fields__))
+  nothing = parts.Parts(*[None] * len(parts.Parts.__dataclass_fields__))
   places = [name.partition(":")[::2] for name in compat.CONTRACTS if "." not in name.partition(":")[2]]
-  before = [getattr(compat._module(module), name) for module, name in places]
+  before = [getattr(maxtext_module(module), name) for module, name in places]
   with pytest.raises(ZeroDivisionError):
-    with compat._replaced(compat.build_config(*keys), parts):
-      changed = [getattr(compat._module(module), name) for module, name in places]
+    with parts.replaced(compat.build_config(*keys), nothing):
+      changed = [getattr(maxtext_module(module), name) for module, name in places]
       raise ZeroDivisionError
-  assert sum(a is not b for a, b in zip(before, changed)) == 8
-  assert all(a is getattr(compat._module(m), n) for a, (m, n) in zip(before, places))
+  assert sum(a is not b for a, b in zip(before, changed)) == 9
+  assert all(a is getattr(maxtext_module(m), n) for a, (m, n) in zip(before, places))
 
 
 @pytest.mark.parametrize(
@@ -114,6 +124,10 @@ def test_what_a_run_replaces_comes_back(keys):
     (
       RuntimeError("Checkpointing failed. the bucket is gone"),
       "RUN: a checkpoint cannot be saved: Checkpointing",
+    ),
+    (
+      ValueError("OUT_OF_RANGE: Failed to write 7 bytes to file 31: [os_error_code='28']"),
+      r"RUN: a checkpoint cannot be saved: \[Errno 28\] No space left on device$",
     ),
     (RuntimeError("Checkpoint does not match the model:\n  - 'a': missing"), "RUN: .* 'a': missing$"),
     (

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from tests.kernels.compilation import quick_jit
+from tests.models.test_sharding import mesh_config
 from tests.reference.generator import k3_config_json, write_checkpoint
 
 grain = pytest.importorskip(
@@ -19,7 +20,10 @@ grain = pytest.importorskip(
 from MaxText.checkpoints.load import load_params  # noqa: E402
 from MaxText.configs import loader  # noqa: E402
 from MaxText.configs.options import TrainOptions  # noqa: E402
+from MaxText.models.sharding import build_layout  # noqa: E402
 from MaxText.training import compat, data, run  # noqa: E402
+from MaxText.training.keys import maxtext_keys  # noqa: E402
+from MaxText.training.maxtext_modules import maxtext_module  # noqa: E402
 from MaxText.training.model import RouterBias, TrainedDecoder  # noqa: E402
 from MaxText.training.optimizer import muon_dimensions  # noqa: E402
 
@@ -42,9 +46,9 @@ def cfg(directory):
 
 @pytest.fixture(scope="module")
 def model(cfg, directory):
-  mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ["data"])
-  model = TrainedDecoder(cfg, mesh, rngs=nnx.Rngs(0))
-  nnx.update(model, run._initial_weights(cfg, str(directory)))
+  layout = build_layout(mesh_config("fsdp", fsdp=1))
+  model = TrainedDecoder(cfg, layout, rngs=nnx.Rngs(0))
+  nnx.update(model, run._initial_weights(cfg, str(directory), layout))
   return model
 
 
@@ -105,10 +109,11 @@ def test_packed_documents_have_the_loss_and_every_gradient_of_separate_ones(mode
 @pytest.mark.train
 def test_maxtexts_loss_is_the_mean_cross_entropy_of_what_counts(model, cfg, documents, tmp_path):
   options = loader.load_command("kimi-k3-tiny", ["max_target_length=70"], TrainOptions)[1]
-  config = compat.build_config(cfg, run.maxtext_keys(cfg, options, tmp_path))
+  mesh = loader.load_training_mesh(options)
+  config = compat.build_config(cfg, maxtext_keys(cfg, options, mesh, {}, tmp_path))
   batch = packed(documents, 70, batch=3)[0]
   graph, state = nnx.split(model)
-  loss_fn = compat._module("trainers.pre_train.train").loss_fn
+  loss_fn = maxtext_module("trainers.pre_train.train").loss_fn
   loss, aux = quick_jit(
     lambda state, batch: loss_fn(nnx.merge(graph, state), config, dict(batch), None, None, is_train=False)
   )(state, batch)
@@ -152,7 +157,7 @@ def test_counts_add_up_over_calls_and_move_each_bias_once(model, documents):
     counts.sum(axis=1).tolist() == [2 * batch["inputs"].size * trained.decoder.cfg.num_experts_per_tok] * 2
   )
   before = trained.decoder.layers[1].block_sparse_moe.gate.e_score_correction_bias[...]
-  busiest = trained.balance_routers(0.25)
+  busiest = trained.settle_experts(0.25)["moe/busiest_expert"]
   after = trained.decoder.layers[1].block_sparse_moe.gate.e_score_correction_bias[...]
   step = np.sign(float(jnp.mean(counts[0])) - np.asarray(counts[0]))
   np.testing.assert_allclose(after - before, 0.25 * (step - step.mean()), atol=1e-6)
@@ -169,8 +174,8 @@ ADAM_OWNERS = {"lm_head", "b_proj", "qkv_conv1d"}
 @pytest.mark.parametrize("scan", ["true", "false"])
 def test_muon_takes_every_matrix_inside_the_layers_and_nothing_else(scan):
   cfg = loader.load("kimi-k3-tiny", [f"scan_layers={scan}", "expert_weights=dequantized"])
-  mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ["data"])
-  abstract = nnx.eval_shape(lambda: TrainedDecoder(cfg, mesh, rngs=nnx.Rngs(0)))
+  layout = build_layout(mesh_config("fsdp", fsdp=1))
+  abstract = nnx.eval_shape(lambda: TrainedDecoder(cfg, layout, rngs=nnx.Rngs(0)))
   flat = nnx.to_flat_state(nnx.state(abstract, nnx.Param))
   for path, variable in flat:
     dimensions = muon_dimensions(path, variable.shape)

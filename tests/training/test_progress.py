@@ -28,6 +28,13 @@ def test_a_run_that_goes_on_replaces_what_it_does_again(tmp_path):
   ]
 
 
+def test_a_line_that_a_kill_tore_stops_no_run(tmp_path):
+  path = tmp_path / "metrics.jsonl"
+  path.write_text('{"step": 0, "loss": 1.0}\n{"step": 1, "lo')
+  Record(path)(1, "train", {"loss": 2.0})
+  assert [line["step"] for line in read(path)] == [0, 1] and list(tmp_path.iterdir()) == [path]
+
+
 def test_an_evaluation_adds_a_line_and_keeps_the_others(tmp_path, capsys):
   record = Record(tmp_path / "metrics.jsonl")
   record(0, "train", {"loss": 2.0})

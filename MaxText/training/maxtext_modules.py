@@ -1,0 +1,50 @@
+"""Imports maxtext's modules, and keeps what they print and log out of the way."""
+
+import contextlib
+import importlib
+import io
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+
+def maxtext_module(name: str) -> Any:
+  """Imports `maxtext.name` without what it prints and logs while it looks for cloud packages."""
+  os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+  with contextlib.redirect_stdout(io.StringIO()):
+    return importlib.import_module(f"maxtext.{name}")
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+  """Keeps maxtext's prints from our stdout, and its notes of no consequence from the log."""
+  loggers = [logging.getLogger(name) for name in ("absl", "maxtext")]
+  levels = [logger.level for logger in loggers]
+  try:
+    for logger in loggers:
+      logger.setLevel(logging.CRITICAL)
+    with contextlib.redirect_stdout(io.StringIO()):
+      yield
+  finally:
+    for logger, level in zip(loggers, levels):
+      logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def one_complaint() -> Iterator[None]:
+  """Keeps the other writes of a save that fails from a traceback each: what stopped the first is told.
+
+  They end after the block, so that only a block without a failure puts everything back.
+  """
+  usual, loggers = sys.unraisablehook, [logging.getLogger(name) for name in ("absl", "asyncio")]
+  late = ("was never retrieved", "raised an exception")
+  keep = lambda record: not any(words in record.getMessage() for words in late)
+  for logger in loggers:
+    logger.addFilter(keep)
+  sys.unraisablehook = lambda other: None if "loop is closed" in str(other.exc_value) else usual(other)
+  yield
+  for logger in loggers:
+    logger.removeFilter(keep)
+  sys.unraisablehook = usual
