@@ -49,7 +49,7 @@ def plot(arguments: Sequence[str]) -> int:
   try:
     import matplotlib.pyplot as plt
   except ImportError:
-    raise InputError("matplotlib is not installed; pip install ".[plot]" brings it") from None
+    raise InputError("matplotlib is not installed; pip install '.[plot]' brings it") from None
   figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
   axes.plot(steps, values, color="0.8", linewidth=0.8, label="step")
   if len(values) >= WINDOW:

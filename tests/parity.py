@@ -13,9 +13,6 @@ from MaxText.checkpoints.load import load_params
 from MaxText.configs.published import from_published
 from tests.reference.model import Reference
 
-# each program runs a few times on tiny shapes: compiling it is what costs
-_FAST_COMPILE = {"xla_backend_optimization_level": 0}
-
 
 class Runner:
   """A published checkpoint in float32 and one compiled program per shape.
@@ -33,7 +30,7 @@ class Runner:
     def call(state, ids, cache, segment_ids):
       return nnx.merge(graph, state)(ids, cache, segment_ids)
 
-    self._call = jax.jit(call, compiler_options=_FAST_COMPILE) if jit else call
+    self._call = jax.jit(call) if jit else call
 
   def whole(self, ids: Sequence[int]) -> np.ndarray:
     """Logits [T, vocabulary] of one unpadded prompt, without a cache."""

@@ -14,16 +14,15 @@ from MaxText.kernels import kda as kda_room
 from MaxText.kernels.kda import kda, log_decay_bounded, log_decay_softplus
 from MaxText.kernels.kda.cases import LENGTHS, KdaInputs, random_inputs
 from MaxText.kernels.kda.triangular import unit_lower_inverse
-from tests.kernels.compilation import quick_jit
 from tests.op_fixtures import assert_op_close, load_fixture
 
 
-@partial(quick_jit, static_argnames="impl")
+@partial(jax.jit, static_argnames="impl")
 def run(inputs, segment_ids=None, *, impl="chunked"):
   return kda(*inputs, segment_ids, impl=impl)
 
 
-@partial(quick_jit, static_argnames="impl")
+@partial(jax.jit, static_argnames="impl")
 def pullback(inputs, cotangents, segment_ids=None, *, impl="chunked"):
   outputs, pull = jax.vjp(lambda *x: kda(*x, segment_ids, impl=impl), *inputs)
   return outputs, pull(cotangents)
@@ -102,7 +101,7 @@ def test_inverse_of_correlated_keys_is_exact_below_the_diagonal(decay):
   k /= np.linalg.norm(k, axis=-1, keepdims=True)
   distance = np.arange(64)[:, None] - np.arange(64)[None, :]
   strict = np.tril(0.99 * (k @ k.swapaxes(-1, -2)) * decay ** np.maximum(distance, 0), -1)
-  got = np.tril(quick_jit(unit_lower_inverse, static_argnums=1)(jnp.asarray(strict, jnp.float32), 16), -1)
+  got = np.tril(jax.jit(unit_lower_inverse, static_argnums=1)(jnp.asarray(strict, jnp.float32), 16), -1)
   want = np.tril(np.linalg.inv(np.eye(64) + strict.astype(np.float32).astype(np.float64)), -1)
   assert np.abs(got - want).max() <= 1e-5 * np.abs(want).max()
   assert np.sum(got * want) >= 0.9999 * np.linalg.norm(got) * np.linalg.norm(want)
@@ -238,7 +237,7 @@ def test_sharded_heads_equal_unsharded(devices):
   split = jax.shard_map(
     lambda *x: kda(*x), mesh=mesh, in_specs=(heads,) * 5, out_specs=(heads, P(None, "heads"))
   )
-  assert_close(quick_jit(split)(*inputs[:5]), run(inputs))
+  assert_close(jax.jit(split)(*inputs[:5]), run(inputs))
 
 
 def test_gradient_memory_is_a_fifth_of_the_token_scan():
@@ -249,7 +248,7 @@ def test_gradient_memory_is_a_fifth_of_the_token_scan():
       out, state = kda(*inputs, impl=impl)
       return jnp.sum(out**2) + jnp.sum(state**2)
 
-    program = quick_jit(jax.grad(loss, argnums=range(6))).lower(*shapes).compile()
+    program = jax.jit(jax.grad(loss, argnums=range(6))).lower(*shapes).compile()
     return program.memory_analysis().temp_size_in_bytes
 
   assert temporary("chunked") <= temporary("reference") / 5

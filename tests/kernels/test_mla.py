@@ -10,7 +10,6 @@ from jax.sharding import PartitionSpec as P
 
 from MaxText.kernels.mla import blocks, mla
 from MaxText.kernels.mla.cases import LENGTHS, TINY, MlaInputs, random_inputs
-from tests.kernels.compilation import quick_jit
 from tests.op_fixtures import assert_op_close, load_fixture
 
 SCALE = (TINY["N"] + TINY["P"]) ** -0.5
@@ -22,7 +21,7 @@ PACKED[0, 20:22] = 0
 PACKED[1, :] = 5
 
 
-@partial(quick_jit, static_argnames=("impl", "scale"))
+@partial(jax.jit, static_argnames=("impl", "scale"))
 def run(inputs, prefix=None, segment_ids=None, *, impl="auto", scale=SCALE):
   return mla(*inputs, prefix=prefix, segment_ids=segment_ids, scale=scale, impl=impl)
 
@@ -73,7 +72,7 @@ def test_blocked_prefix_equals_the_reference(impl, lengths, monkeypatch):
   inputs, prefix = random_inputs(3, 3, **TINY), prefix_rows(3, 40, lengths)
   ids = jnp.asarray([[1, 1, 1], [0, 2, 2], [4, 4, 5]])
   rows = prefix[0].at[jnp.arange(40) >= prefix[1][:, None]].set(1e4)
-  got = quick_jit(lambda *x: mla(*x, prefix=(rows, prefix[1]), segment_ids=ids, scale=SCALE, impl=impl))(
+  got = jax.jit(lambda *x: mla(*x, prefix=(rows, prefix[1]), segment_ids=ids, scale=SCALE, impl=impl))(
     *inputs
   )
   np.testing.assert_allclose(got, run(inputs, prefix, ids, impl="reference"), rtol=1e-4, atol=1e-5)
@@ -86,7 +85,7 @@ def test_blocked_tokens_equal_the_reference_with_gradients(impl, monkeypatch):
   inputs, ids = random_inputs(3, 40, **TINY), jnp.asarray(PACKED)
   cotangent = jax.random.normal(jax.random.key(9), (3, 40, TINY["H"], TINY["V"]))
 
-  @partial(quick_jit, static_argnums=0)
+  @partial(jax.jit, static_argnums=0)
   def pulled(impl):
     call = partial(mla, prefix=None, segment_ids=ids, scale=SCALE, impl=impl)
     out, pull = jax.vjp(call, *inputs)
@@ -103,7 +102,7 @@ def test_gradients_through_a_short_prefix_equal_the_reference(impl):
   inputs, (rows, length) = random_inputs(3, 17, **TINY), prefix_rows(3, 9, [0, 5, 9])
   cotangent = jax.random.normal(jax.random.key(9), (3, 17, TINY["H"], TINY["V"]))
 
-  @partial(quick_jit, static_argnums=0)
+  @partial(jax.jit, static_argnums=0)
   def pulled(impl):
     def call(inputs, rows):
       return mla(*inputs, prefix=(rows, length), segment_ids=None, scale=SCALE, impl=impl)
@@ -117,7 +116,7 @@ def test_gradients_through_a_short_prefix_equal_the_reference(impl):
 def test_long_calls_hold_no_square_of_scores():
   T = 4096
   shapes = jax.eval_shape(lambda: random_inputs(1, T, **TINY))
-  program = quick_jit(partial(mla, prefix=None, segment_ids=None, scale=SCALE)).lower(*shapes).compile()
+  program = jax.jit(partial(mla, prefix=None, segment_ids=None, scale=SCALE)).lower(*shapes).compile()
   assert program.memory_analysis().temp_size_in_bytes < TINY["H"] * T * T * 4 / 4
 
 
@@ -180,7 +179,7 @@ def test_sharded_heads_equal_unsharded(T, monkeypatch):
   specs = (heads, heads, P(), P("heads"), P("heads"), (P(), P()))
   split = jax.shard_map(lambda *x: call(*x[:5], prefix=x[5]), mesh=mesh, in_specs=specs, out_specs=heads)
   want = run(inputs, prefix, impl="reference")
-  np.testing.assert_allclose(quick_jit(split)(*inputs, prefix), want, rtol=1e-4, atol=1e-5)
+  np.testing.assert_allclose(jax.jit(split)(*inputs, prefix), want, rtol=1e-4, atol=1e-5)
 
 
 def rms(x):

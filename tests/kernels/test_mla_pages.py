@@ -9,7 +9,6 @@ import pytest
 
 from MaxText.kernels.mla import Pages, blocks, mla
 from MaxText.kernels.mla.cases import TINY, random_inputs
-from tests.kernels.compilation import quick_jit
 
 SCALE = (TINY["N"] + TINY["P"]) ** -0.5
 WIDTH = TINY["R"] + TINY["P"]
@@ -17,7 +16,7 @@ J = 8  # rows of a page
 LENGTHS = [0, 13, 40]
 
 
-@partial(quick_jit, static_argnames="impl")
+@partial(jax.jit, static_argnames="impl")
 def run(inputs, prefix, *, impl):
   return mla(*inputs, prefix=prefix, segment_ids=None, scale=SCALE, impl=impl)
 

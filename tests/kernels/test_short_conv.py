@@ -9,11 +9,10 @@ import pytest
 
 from MaxText.kernels.short_conv import short_conv
 from MaxText.kernels.short_conv.cases import CHANNELS, LENGTHS, WIDTH
-from tests.kernels.compilation import quick_jit
 from tests.op_fixtures import assert_op_close, load_fixture
 
 
-@partial(quick_jit, static_argnames="impl")
+@partial(jax.jit, static_argnames="impl")
 def run(x, weight, window=None, segment_ids=None, *, impl="auto"):
   return short_conv(x, weight, window, segment_ids, impl=impl)
 
@@ -78,7 +77,7 @@ def test_gradients_equal_autodiff_of_the_reference(ids):
 
   ids = None if ids is None else jnp.asarray(ids)
 
-  @partial(quick_jit, static_argnums=0)
+  @partial(jax.jit, static_argnums=0)
   def pulled(impl):
     call = partial(short_conv, segment_ids=ids, impl=impl)
     return jax.vjp(call, x, weight, window)[1](cotangents)

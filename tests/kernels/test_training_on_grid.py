@@ -9,18 +9,17 @@ import pytest
 
 from MaxText.kernels.grouped_matmul import cases, grouped_mlp
 from MaxText.kernels.mxfp4 import pack, unpack
-from tests.kernels.compilation import quick_jit
 from tests.kernels.test_grouped_matmul import assert_close, swiglu
 
 CASE = next(case for case in cases.TESTED if case.name == "rows_64")
 
 
-@functools.partial(quick_jit, static_argnames=("on_grid", "impl"))
+@functools.partial(jax.jit, static_argnames=("on_grid", "impl"))
 def mlp(x, weights, sizes, on_grid=False, impl="auto"):
   return grouped_mlp(x, *weights, sizes, swiglu, on_grid=on_grid, impl=impl)
 
 
-@functools.partial(quick_jit, static_argnames="on_grid")
+@functools.partial(jax.jit, static_argnames="on_grid")
 def pullback(x, weights, sizes, cotangent, on_grid):
   forward = lambda x, weights: grouped_mlp(x, *weights, sizes, swiglu, on_grid=on_grid)
   return jax.vjp(forward, x, weights)[1](cotangent)

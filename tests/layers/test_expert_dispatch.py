@@ -14,7 +14,6 @@ from MaxText.layers.expert_dispatch import ExpertMesh, OwnExperts, dispatch
 from MaxText.layers.latent_moe import Experts
 from MaxText.layers.lora import LoRAParam
 from MaxText.models.adapters import attach
-from tests.kernels.compilation import quick_jit
 from tests.small import k3_config
 
 M, A, E = 26, 2, 8  # tokens that eight devices do not divide
@@ -67,7 +66,7 @@ def program(name, moe_dispatch, capacity=None):
     y, counts = dispatch(devices, OwnExperts(cfg, matrices, None), z, ids, combine, valid)
     return jnp.sum(y * cotangent), (y, counts)
 
-  return quick_jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
+  return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
 
 
 def run(name, moe_dispatch, ids, capacity=None):
@@ -178,7 +177,7 @@ def test_adapters_of_experts_give_the_sum_and_the_gradients_of_one_device(name, 
     y, _ = nnx.merge(graph, lora, base)(z, routings()["even"], combine, valid, place=place)
     return jnp.sum(y * cotangent), y
 
-  program = quick_jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), static_argnums=2)
+  program = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), static_argnums=2)
   (_, want), want_gradients = program(lora, z, None)
   (_, got), gradients = program(lora, z, place(name))
   assert_close((got, gradients), (want, want_gradients))

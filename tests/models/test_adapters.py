@@ -12,7 +12,6 @@ from MaxText.layers.cache import MlaCache
 from MaxText.layers.latent_moe import Experts
 from MaxText.layers.lora import LoRAParam
 from MaxText.models.adapters import attach, has_adapters, merged
-from tests.kernels.compilation import quick_jit
 from tests.models.conftest import IDS, K3, load
 from tests.models.test_laws import ids, row
 from tests.reference.generator import k3_config_json, write_checkpoint
@@ -43,7 +42,7 @@ def moved(module):
 def program(model):
   """Compiled (state, ids, segment ids) -> logits, for every decoder with the graph of `model`."""
   graph = nnx.split(model)[0]
-  return quick_jit(lambda state, i, s: nnx.merge(graph, state)(i, None, s)[0])
+  return jax.jit(lambda state, i, s: nnx.merge(graph, state)(i, None, s)[0])
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +116,7 @@ def test_only_adapters_learn(on):
   def loss(lora, i, s):
     return jnp.sum(nnx.merge(graph, lora, rest).hidden(i, None, s)[0] ** 2)
 
-  grads = quick_jit(jax.grad(loss))(lora, *row(ids(3)))
+  grads = jax.jit(jax.grad(loss))(lora, *row(ids(3)))
   flat = {".".join(map(str, path)): np.asarray(v[...]) for path, v in nnx.to_flat_state(grads)}
   assert all(path.endswith((".a", ".b")) for path in flat)
   blind = [path for path, value in flat.items() if not value.any() and "lm_head" not in path]
@@ -139,16 +138,16 @@ def test_the_absorbed_form_counts_the_adapter_of_the_expansion():
   outs = []
   for impl in ("absorbed", "reference"):
     layer.cfg = cfg.model_copy(update={"mla_impl": impl})
-    outs.append(quick_jit(lambda x: in_two_calls(x))(x))
+    outs.append(jax.jit(lambda x: in_two_calls(x))(x))
   got, want = outs
   folded = merged(nnx.Dict(self_attn=layer)).self_attn
   assert not np.array_equal(folded.k_up[...], layer.k_up[...])
   assert not np.array_equal(folded.v_up[...], layer.v_up[...])
   bound = 1e-5 * float(jnp.abs(want).max())
   np.testing.assert_allclose(got, want, rtol=0, atol=bound)
-  np.testing.assert_allclose(quick_jit(lambda x: folded(x)[0])(x), want, rtol=0, atol=bound)
+  np.testing.assert_allclose(jax.jit(lambda x: folded(x)[0])(x), want, rtol=0, atol=bound)
   del layer.kv_b_lora
-  assert float(jnp.abs(quick_jit(lambda x: layer(x)[0])(x) - got).max()) > 100 * bound
+  assert float(jnp.abs(jax.jit(lambda x: layer(x)[0])(x) - got).max()) > 100 * bound
 
 
 def expert_problem(**ours):

@@ -7,7 +7,6 @@ import pytest
 from flax import nnx
 
 from MaxText.layers.router import update_router_bias
-from tests.kernels.compilation import quick_jit
 from tests.models.conftest import load
 from tests.models.test_laws import ids, packed, row
 
@@ -16,7 +15,7 @@ LAYERS = range(1, 6)  # of the six, those with experts
 
 def counter(model):
   """Program (ids, segment ids) -> counts [moe_layers, E]."""
-  return quick_jit(lambda i, s: model.hidden_and_load(i, s)[1].chosen)
+  return jax.jit(lambda i, s: model.hidden_and_load(i, s)[1].chosen)
 
 
 @pytest.fixture(scope="module")

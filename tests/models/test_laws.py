@@ -10,7 +10,6 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.compilation import quick_jit
 from tests.models.conftest import load
 
 T, VOCAB = 20, 61
@@ -46,7 +45,7 @@ class Compiled:
       picked = jnp.take_along_axis(jax.nn.log_softmax(logits), i[..., None], axis=-1)[..., 0]
       return -jnp.sum(jnp.where(s != 0, picked, 0.0))
 
-    self.gradient = quick_jit(jax.grad(loss))
+    self.gradient = jax.jit(jax.grad(loss))
 
   def grads(self, i, s):
     return self.gradient(*self.params, i, s)

@@ -18,7 +18,6 @@ from MaxText.inference.sampling import rows
 from MaxText.inference.weights import Source, read_decoder
 from MaxText.models.adapters import attach
 from MaxText.models.sharding import build_layout, parameter_shardings
-from tests.kernels.compilation import compiling_quickly, quick_jit
 from tests.models.conftest import IDS, load
 from tests.models.test_sharding import mesh_config
 from tests.reference.generator import k3_config_json, write_checkpoint
@@ -77,7 +76,7 @@ def compiled(model):
     return -jnp.sum(jnp.where(segments != 0, picked, 0.0)), (logits, counts)
 
   arguments = params, rest, *batch()
-  program = quick_jit(jax.value_and_grad(loss, has_aux=True)).lower(*arguments).compile()
+  program = jax.jit(jax.value_and_grad(loss, has_aux=True)).lower(*arguments).compile()
   (value, (logits, counts)), gradients = program(*arguments)
   return program, value, logits, counts, gradients
 
@@ -125,13 +124,7 @@ def greedy(model):
 
 
 @pytest.fixture(scope="module")
-def quick_programs():
-  with compiling_quickly():
-    yield
-
-
-@pytest.fixture(scope="module")
-def greedy_one_device(directories, quick_programs):
+def greedy_one_device(directories):
   """Tokens of one device, each clear of the runner-up."""
   model = decoder(directories[True])
   prompts, tokens, _ = greedy(model)
@@ -186,7 +179,7 @@ def test_a_scanned_stack_on_a_mesh_gives_the_logits_of_one_device(tmp_path):
   def logits(model):
     assert model.plan.repeats == 2
     empty = model.init_cache(B, T)
-    return quick_jit(lambda ids, segments: model(ids, empty, segments)[0])(ids, segments)
+    return jax.jit(lambda ids, segments: model(ids, empty, segments)[0])(ids, segments)
 
   want = logits(decoder(directory, scan_layers=True))
   got = logits(decoder(directory, "fsdp2_tp2_ep2", scan_layers=True))

@@ -11,7 +11,6 @@ from MaxText.checkpoints.write import save_published
 from MaxText.common.errors import ConfigError
 from MaxText.configs.loader import load as load_config
 from MaxText.layers.latent_moe import Experts
-from tests.kernels.compilation import quick_jit
 from tests.models.conftest import load
 from tests.models.test_laws import ids, row
 from tests.small import k3_config
@@ -21,7 +20,7 @@ TRAINING = dict(expert_weights="dequantized", mxfp4_qat=True)
 
 def logits(model, batch):
   graph, state = nnx.split(model)
-  return quick_jit(lambda state, i, s: nnx.merge(graph, state)(i, None, s)[0])(state, *batch)
+  return jax.jit(lambda state, i, s: nnx.merge(graph, state)(i, None, s)[0])(state, *batch)
 
 
 def moved_off_the_grid(model):

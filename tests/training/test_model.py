@@ -9,7 +9,6 @@ import optax
 import pytest
 from flax import nnx
 
-from tests.kernels.compilation import quick_jit
 from tests.models.test_sharding import mesh_config
 from tests.reference.generator import k3_config_json, write_checkpoint
 
@@ -72,7 +71,7 @@ def alone(documents):
   return jax.tree.map(jnp.asarray, data.as_batch(ids, segments))
 
 
-@partial(quick_jit, static_argnums=0)
+@partial(jax.jit, static_argnums=0)
 def call(graph, state, ids, segment_ids):
   """Logits, and the state that the call leaves."""
   model = nnx.merge(graph, state, copy=True)
@@ -89,7 +88,7 @@ def summed_loss(decoder, batch):
 def loss_and_gradients(model, batch):
   graph, params, rest = nnx.split(model.decoder, nnx.Param, ...)
   loss = lambda params: summed_loss(nnx.merge(graph, params, rest, copy=True), batch)
-  value, gradients = quick_jit(jax.value_and_grad(loss))(params)
+  value, gradients = jax.jit(jax.value_and_grad(loss))(params)
   return float(value), {path: np.asarray(g[...]) for path, g in nnx.to_flat_state(gradients)}
 
 
@@ -114,12 +113,12 @@ def test_maxtexts_loss_is_the_mean_cross_entropy_of_what_counts(model, cfg, docu
   batch = packed(documents, 70, batch=3)[0]
   graph, state = nnx.split(model)
   loss_fn = maxtext_module("trainers.pre_train.train").loss_fn
-  loss, aux = quick_jit(
+  loss, aux = jax.jit(
     lambda state, batch: loss_fn(nnx.merge(graph, state), config, dict(batch), None, None, is_train=False)
   )(state, batch)
   counted = int((batch["targets_segmentation"] != 0).sum())
   graph, state = nnx.split(model.decoder)
-  wanted = quick_jit(lambda state: summed_loss(nnx.merge(graph, state), batch))(state) / counted
+  wanted = jax.jit(lambda state: summed_loss(nnx.merge(graph, state), batch))(state) / counted
   assert aux["total_weights"] == counted == sum(LENGTHS) - len(LENGTHS)
   assert float(loss) == pytest.approx(float(wanted), rel=1e-5)
 
@@ -129,7 +128,7 @@ def test_log_probabilities_of_training_are_those_of_cached_decoding(model, cfg, 
   trained = jax.nn.log_softmax(call(*nnx.split(model), ids, jnp.ones_like(ids))[0])
   decoder = load_params(directory, cfg, progress=False)
   cache, steps = decoder.init_cache(1, 12), []
-  step = quick_jit(lambda token, cache: decoder(token, cache))
+  step = jax.jit(lambda token, cache: decoder(token, cache))
   for i in range(12):
     logits, cache = step(ids[:, i : i + 1], cache)
     steps.append(logits)
