@@ -23,6 +23,7 @@ from MaxText.inference.compile_cache import compile_compactly, keep_programs
 if TYPE_CHECKING:
   from MaxText.inference.engine import Engine
   from MaxText.inference.openai_jobs import ServedModel
+  from MaxText.models.sharding import Layout
 
 USAGE = "usage: python -m MaxText.serve CONFIG key=value ...   (--help lists the keys)"
 HELP = """usage: python -m MaxText.serve CONFIG key=value ...
@@ -35,6 +36,7 @@ CONFIG is a model name ({models}), a .yml file, a path inside the package
 examples:
   python -m MaxText.serve kimi-k3-tiny
   python -m MaxText.serve DIR host=0.0.0.0 api_key=SECRET slots=16 max_target_length=32768
+  python -m MaxText.serve DIR mesh=tpu7x-16 slots=64
   curl -s localhost:8000/v1/completions -d '{{"model": "kimi-k3-tiny", "prompt": "def main("}}'
 
 routes: /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /detokenize; /health (alive),
@@ -77,14 +79,19 @@ def serve(config: str, cfg: Config, options: ServeOptions) -> None:
     UserError: something given cannot be served; nothing listens yet.
   """
   from MaxText.inference import memory
+  from MaxText.inference.model import find_layout
+  from MaxText.inference.resources import ranks_of
 
   _check_extra()
+  layout = find_layout(cfg, options)
   context = options.context(cfg.max_position_embeddings)
   pages = options.pages or options.slots * -(-context // options.page_size)
+  if layout is not None:
+    ranks_of(layout, options.slots, pages)
   memory.check_fits(cfg, options.slots, -(-pages // options.slots) * options.page_size)
   key = _api_key(options)
   listener = _listener(options.host, options.port)
-  model, engine = load(config, cfg, options, context, pages)
+  model, engine = load(config, cfg, options, context, pages, layout)
   from MaxText.inference.metrics import Metrics
   from MaxText.inference.openai_server import Limits, create_app
   from MaxText.inference.scheduler import Scheduler
@@ -95,7 +102,8 @@ def serve(config: str, cfg: Config, options: ServeOptions) -> None:
   limits = Limits(options.max_body_bytes, options.request_seconds, key)
   app = create_app(model, scheduler, metrics, limits)
   held = f"{options.slots} requests at a time, {pages * options.page_size} tokens of them all"
-  print(f"{model.name}: {held}, {engine.max_target_length} of each", file=sys.stderr)
+  ranks = f", in {engine.ranks} ranks that share neither" if engine.ranks > 1 else ""
+  print(f"{model.name}: {held}, {engine.max_target_length} of each{ranks}", file=sys.stderr)
   host, port, *_ = listener.getsockname()
   print(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}", file=sys.stderr, flush=True)
   began = time.monotonic()
@@ -105,7 +113,12 @@ def serve(config: str, cfg: Config, options: ServeOptions) -> None:
 
 
 def load(
-  config: str, cfg: Config, options: ServeOptions, context: int, pages: int
+  config: str,
+  cfg: Config,
+  options: ServeOptions,
+  context: int,
+  pages: int,
+  layout: "Layout | None" = None,
 ) -> "tuple[ServedModel, Engine]":
   """Returns the model as clients see it, and the engine that holds its weights.
 
@@ -115,6 +128,7 @@ def load(
     options: the keys of this command.
     context: most tokens of a request.
     pages: of the pool.
+    layout: of the devices, or None for one.
 
   Raises:
     CheckpointError: the weights cannot be used.
@@ -129,6 +143,7 @@ def load(
     cfg,
     options.checkpoint,
     options.seed,
+    layout,
     slots=options.slots,
     pages=pages,
     page_size=options.page_size,

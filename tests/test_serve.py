@@ -1,5 +1,6 @@
 """`python -m MaxText.serve`: the bundled model through OpenAI's client, one-line mistakes, a clean end."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,9 @@ from MaxText import serve
 from MaxText.configs.loader import load_command
 from MaxText.configs.options import ServeOptions
 from MaxText.inference.prompts import Settings
+from MaxText.tokenizers.kimi import KimiTokenizer
 from tests.inference.served import httpx, sample, serving
+from tests.locations import TINY
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 ROOT = Path(__file__).parents[1]
@@ -150,6 +153,20 @@ def test_a_chat_of_the_model_is_the_same_whole_and_streamed(server):
     (["kimi-k3-tiny", "api_key=a", "api_key_file=b"], "api_key: excludes api_key_file"),
     (["kimi-k3-tiny", "api_key_file=/no/such/file"], "api_key_file: /no/such/file: No such file"),
     (["kimi-k3-tiny", "port=0", "vocab_size=2000"], "serving needs a tokenizer"),
+    (["kimi-k3-tiny", "mesh=cpu8"], "mesh: cpu8: no such file or mesh, did you mean 'cpu-8'?"),
+    (["kimi-k3-tiny", "ici_data_parallelism=2"], "ici_data_parallelism: needs a mesh to change"),
+    (
+      ["kimi-k3-tiny", "mesh=cpu-8", "slots=6"],
+      "mesh cpu-8: slots=6 does not divide over 4 ranks; nearest that do: 4 or 8",
+    ),
+    (
+      ["kimi-k3-tiny", "mesh=cpu-8", "pages=30"],
+      "mesh cpu-8: pages=30 does not divide over 4 ranks; nearest that do: 28 or 32",
+    ),
+    (
+      ["kimi-k3-tiny", "moe_dispatch=ragged_all_to_all", "moe_capacity_factor=1.0"],
+      "moe_capacity_factor: an answer may not depend on its neighbours",
+    ),
   ],
 )
 def test_a_mistake_is_one_line(arguments, words, capsys):
@@ -218,5 +235,36 @@ def test_sigterm_lets_requests_end_and_takes_no_more():
       rest = "\n".join(lines)
     assert '"finish_reason": "stop"' in rest and rest.rstrip().endswith("[DONE]")
     assert process.wait(15) == 0, process.stderr.read()
+  finally:
+    process.kill()
+
+
+@pytest.mark.slow  # compiles every program for eight devices, in a process of its own
+def test_the_command_serves_on_a_mesh(solo):
+  keys = [*KEYS[1:], "mesh=cpu-8", "slots=4", "port=0", "max_target_length=256"]
+  process = subprocess.Popen(
+    [sys.executable, "-m", "MaxText.serve", "kimi-k3-tiny", *keys],
+    stderr=subprocess.PIPE,
+    text=True,
+    cwd=ROOT,
+  )
+  try:
+    told = []
+    while not told or not told[-1].startswith("ready after"):
+      told.append(process.stderr.readline())
+      assert told[-1], told  # it still runs
+    assert any(line.startswith("mesh cpu-8: fsdp 2 x expert 2 x tensor 2") for line in told)
+    assert any(line.endswith("96 of each, in 4 ranks that share neither\n") for line in told)
+    url = re.search(r"http://\S+", "".join(told))[0]
+    tokenizer = KimiTokenizer.from_directory(TINY)
+    for prompt, (_, answer) in solo.items():
+      given = dict(model="kimi-k3-tiny", prompt=prompt, max_tokens=NEW, temperature=0)
+      [choice] = httpx.post(f"{url}/v1/completions", json=given, timeout=120).json()["choices"]
+      is_stopped = choice["finish_reason"] == "stop"
+      assert choice["text"] == tokenizer.decode(answer[: len(answer) - is_stopped])
+    metrics = httpx.get(f"{url}/metrics").text
+    assert "maxtext_slots_free 4.0" in metrics and "maxtext_pages_free 24.0" in metrics
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0
   finally:
     process.kill()

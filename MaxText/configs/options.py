@@ -115,7 +115,7 @@ class JetStreamOptions(ServerOptions):
   top_p: float = Field(gt=0, le=1)
 
 
-class ServeOptions(ServerOptions):
+class ServeOptions(ServerOptions, MeshOptions):
   """What `python -m MaxText.serve` does with a model."""
 
   api_key: str | None = Field(min_length=1)

@@ -8,6 +8,7 @@ Dims: S slots, N pages of a slot, M steps of one dispatch, K alternatives.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -20,7 +21,7 @@ from MaxText.inference.decode_loop import bucket, padded
 from MaxText.inference.engine_programs import NO_TOKEN, EngineState, Picked, SlotSettings
 from MaxText.inference.program import Programs
 from MaxText.inference.prompts import Settings
-from MaxText.inference.resources import Resources
+from MaxText.inference.resources import Resources, ranks_of
 from MaxText.inference.sampling import rows
 
 
@@ -41,6 +42,7 @@ class Engine:
   """The slots of one decoder.
 
   Attributes:
+    ranks: parts of a mesh that share neither slots nor pages; 1 on one device.
     resources: which slots and pages are free.
     prefill_chunk_size: most prompt tokens that one program reads.
     steps: most tokens a slot that one dispatch picks.
@@ -63,30 +65,35 @@ class Engine:
     """Allocates the state; compiles nothing else yet.
 
     Args:
-      decoder: with its weights.
+      decoder: with its weights; on a mesh, the state is laid out beside them.
       slots: S, requests at a time.
-      pages: of the pool that all slots share.
+      pages: of the pool that all slots share; those of a rank, on a mesh.
       page_size: tokens of a page.
       max_target_length: most tokens of a request, prompt and answer together.
       prefill_chunk: most prompt tokens that one program reads.
       steps: most tokens a slot that one dispatch picks.
       stop_ids: most stop ids of a request.
-      ranks: parts of a data axis, which share neither slots nor pages.
+      ranks: parts that share neither slots nor pages; a mesh brings its own.
+
+    Raises:
+      InputError: slots or pages do not divide over the ranks of the mesh; nothing is allocated yet.
     """
     self._pages_per_slot = -(-max_target_length // page_size)
     self.prefill_chunk_size, self.steps = prefill_chunk, steps
     self._stop_ids = stop_ids
     self._programs = made = Programs(decoder)
-    self._insert = made.program(programs.insert, donates=True)
-    self._prefill = made.program(programs.prefill_chunk, donates=True)
-    self._begin = made.program(programs.begin, donates=True)
-    self._decode = made.program(programs.decode, donates=True)
-    self._reset = made.program(programs.reset_slot, donates=True)
+    layout = made.layout
+    self.ranks = ranks if layout is None else ranks_of(layout, slots, pages)
+    replaces = functools.partial(made.program, donates=True, settled=programs.settle)
+    self._insert = replaces(programs.insert)
+    self._prefill = replaces(programs.prefill_chunk)
+    self._begin = replaces(programs.begin)
+    self._decode = replaces(programs.decode)
+    self._reset = replaces(programs.reset_slot)
     self._export = made.program(programs.export_slot)
-    self._import = made.program(programs.import_slot, donates=True)
-    self._empty = made.program(programs.empty)
+    self._import = replaces(programs.import_slot)
+    self._empty = made.program(programs.empty, settled=programs.settle)
     self._shape = {"slots": slots, "pages": pages, "page_size": page_size, "stop_ids": stop_ids}
-    self._ranks = ranks
     self.restart()
     self.max_target_length = min(max_target_length, self.resources.longest)
 
@@ -94,10 +101,10 @@ class Engine:
     """Frees and wipes everything, whatever has become of the state."""
     S, pages, page_size = (self._shape[key] for key in ("slots", "pages", "page_size"))
     self.resources = Resources(
-      slots=S, pages=pages, page_size=page_size, pages_per_slot=self._pages_per_slot, ranks=self._ranks
+      slots=S, pages=pages, page_size=page_size, pages_per_slot=self._pages_per_slot, ranks=self.ranks
     )
     self._length, self._active = np.zeros(S, int), np.zeros(S, bool)
-    self._state = self._programs.run(self._empty, **self._shape)
+    self._state = self._programs.run(self._empty, **self._shape, ranks=self.ranks)
 
   @property
   def is_intact(self) -> bool:
@@ -171,7 +178,7 @@ class Engine:
   def prefill_chunk(self, slot: int, ids: Sequence[int]) -> None:
     """Reads the next tokens of a slot's prompt, at most `prefill_chunk_size` of them."""
     pieces = padded([ids], bucket(len(ids), self.prefill_chunk_size))
-    self._run(self._prefill, np.int32(slot), self.resources.table[slot : slot + 1].copy(), *pieces)
+    self._run(self._prefill, np.int32(slot), self.resources.table[slot].copy(), *pieces)
     self._length[slot] += len(ids)
 
   def begin(self, slot: int) -> Picked:
@@ -237,7 +244,7 @@ class Engine:
   def warm_up(self) -> None:
     """Compiles and runs every program once, so that no request waits for one; needs an idle engine."""
     slot = self.insert(1, Settings(max_new_tokens=self.steps + 1), ())
-    pages = self.resources.table[slot : slot + 1].copy()
+    pages = self.resources.table[slot].copy()
     widths = {bucket(length, self.prefill_chunk_size) for length in range(1, self.prefill_chunk_size + 1)}
     for width in sorted(widths):
       self._run(self._prefill, np.int32(slot), pages, *padded([[0]], width))

@@ -4,6 +4,9 @@ The state is donated and replaced as a whole. A slot without a request passes se
 of it changes. What differs between requests (settings, stop ids, lengths) is an array with one entry a slot:
 as requests come and go, nothing compiles.
 
+On a mesh every rank holds the memory of its own slots (`settle`). All ranks run every program: while one of
+them reads a prompt, the others run a row of padding that writes nothing.
+
 Dims: S slots, N pages of a slot, C tokens of a chunk, D model width, V vocabulary, G stop ids, M steps of one
 dispatch, K alternatives.
 """
@@ -18,8 +21,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from MaxText.inference import hybrid_cache
 from MaxText.inference.decode_loop import NO_TOKEN
+from MaxText.inference.hybrid_cache import SlotRow
 from MaxText.inference.prompts import MAX_LOGPROBS
 from MaxText.inference.sampling import Sampling, sample
+from MaxText.kernels.mla import PageMesh
+from MaxText.layers.cache import LatentPool
+from MaxText.models import sharding
+from MaxText.models.sharding import Layout
 
 ALTERNATIVES = MAX_LOGPROBS
 Leaf = Any
@@ -91,13 +99,34 @@ class Picked:
   top_logprobs: Leaf
 
 
-def empty(decoder: nnx.Module, *, slots: int, pages: int, page_size: int, stop_ids: int) -> EngineState:
+def settle(layout: Layout | None, out: Any) -> Any:
+  """Fixes the layout of what a program leaves: memory by ranks, single numbers of a slot whole everywhere."""
+  if layout is None:
+    return out
+  is_state = lambda node: isinstance(node, EngineState)
+  fix = lambda node: _by_ranks(layout, node) if is_state(node) else sharding.settle(layout, node)
+  return jax.tree.map(fix, out, is_leaf=is_state)
+
+
+def _by_ranks(layout: Layout, state: EngineState) -> EngineState:
+  numbers = sharding.settle(layout, dataclasses.replace(state, pools=None, hidden=None, counts=None))
+  return dataclasses.replace(
+    numbers,
+    pools=sharding.constrain_cache(layout, state.pools),
+    hidden=layout.constrain(state.hidden, "activation_batch", None),
+    counts=layout.constrain(state.counts, "activation_batch", "vocab"),
+  )
+
+
+def empty(
+  decoder: nnx.Module, *, slots: int, pages: int, page_size: int, stop_ids: int, ranks: int
+) -> EngineState:
   """Returns the state without any request."""
   S, cfg = slots, decoder.cfg
   zeros = lambda *shape: jnp.zeros(shape, jnp.float32)
   sampling = Sampling(zeros(S), jnp.zeros(S, jnp.int32), zeros(S) + 1, zeros(S), jnp.zeros(S, jnp.uint32))
   return EngineState(
-    pools=hybrid_cache.empty_pools(cfg, decoder.plan, S, pages, page_size),
+    pools=hybrid_cache.empty_pools(cfg, decoder.plan, S, pages, page_size, ranks),
     length=jnp.zeros(S, jnp.int32),
     hidden=jnp.zeros((S, cfg.base_emb_dim), cfg.dtype),
     token=jnp.zeros(S, jnp.int32),
@@ -127,7 +156,7 @@ def insert(
     remaining: tokens that it may pick.
     settings: of this request, without the slot axis.
   """
-  state = _cleared(state, slot)
+  state = _cleared(state, _row(decoder, state, slot))
   return dataclasses.replace(
     state,
     remaining=state.remaining.at[slot].set(remaining),
@@ -139,30 +168,34 @@ def prefill_chunk(
   decoder: nnx.Module,
   state: EngineState,
   slot: Int[Array, ""],
-  pages: Int[Array, "1 N"],
+  pages: Int[Array, "N"],
   ids: Int[Array, "1 C"],
   segment_ids: Int[Array, "1 C"],
 ) -> EngineState:
   """Reads the next chunk of a slot's prompt into its memory, in place.
 
+  On a mesh the batch has a row for each rank, and those of the others are padding.
+
   Args:
     decoder: the model.
     state: the state before.
     slot: which slot.
-    pages: [1, N] its pages.
+    pages: [N] its pages.
     ids: [1, C] token ids.
     segment_ids: [1, C] 1 for a token, 0 for padding on the right.
   """
-  length = jax.lax.dynamic_slice_in_dim(state.length, slot, 1)
-  cache = hybrid_cache.view(state.pools, pages, length, slot)
-  hidden, cache = decoder.hidden(ids, cache, segment_ids)
+  row = _row(decoder, state, slot)
+  cache = hybrid_cache.view_slot(state.pools, pages, state.length, row, _page_mesh(decoder))
+  batch = (row.ranks, ids.shape[1])
+  segments = jnp.where(row.owners(row.ranks)[:, None], segment_ids, 0)
+  hidden, cache = decoder.hidden(jnp.broadcast_to(ids, batch), cache, segments)
   count = jnp.sum(segment_ids != 0)
-  last = jax.lax.dynamic_index_in_dim(hidden[0], jnp.maximum(count - 1, 0), keepdims=False)
+  last = jax.lax.dynamic_index_in_dim(hidden, jnp.maximum(count - 1, 0), axis=1, keepdims=False)
   return dataclasses.replace(
     state,
-    pools=hybrid_cache.store(state.pools, cache, slot),
+    pools=hybrid_cache.store(state.pools, cache, row),
     length=state.length.at[slot].add(count.astype(jnp.int32)),
-    hidden=state.hidden.at[slot].set(last),
+    hidden=row.put(state.hidden, last),
   )
 
 
@@ -201,7 +234,7 @@ def decode(
     index, picked, state = carry
     goes_on = state.active & chosen
     active = goes_on.astype(jnp.int32)
-    cache = hybrid_cache.view(state.pools, table, state.length)
+    cache = hybrid_cache.view(state.pools, table, state.length, _page_mesh(decoder))
     hidden, cache = decoder.hidden(state.token[:, None], cache, active[:, None])
     state = dataclasses.replace(
       state, pools=hybrid_cache.store(state.pools, cache), length=state.length + active
@@ -225,10 +258,10 @@ def reset_slot(
   decoder: nnx.Module, state: EngineState, slot: Int[Array, ""], pages: Int[Array, "N"]
 ) -> EngineState:
   """Takes a slot from its request, and wipes its memory and its pages [N]."""
-  state = _cleared(state, slot)
-  held = hybrid_cache.take_slot(state.pools, pages, slot)
-  wiped = hybrid_cache.put_slot(state.pools, jax.tree.map(jnp.zeros_like, held), pages, slot)
-  return dataclasses.replace(state, pools=wiped)
+  row = _row(decoder, state, slot)
+  state = _cleared(state, row)
+  nothing = jax.tree.map(jnp.zeros_like, hybrid_cache.take_slot(state.pools, pages, row))
+  return dataclasses.replace(state, pools=hybrid_cache.put_slot(state.pools, nothing, pages, row))
 
 
 def export_slot(
@@ -242,38 +275,47 @@ def export_slot(
     slot: which slot.
     pages: [N] its pages.
   """
-  rest = dataclasses.replace(state, pools=None)
-  row = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), rest)
-  return dataclasses.replace(row, pools=hybrid_cache.take_slot(state.pools, pages, slot))
+  row = _row(decoder, state, slot)
+  return dataclasses.replace(
+    jax.tree.map(row.take_alone, dataclasses.replace(state, pools=None)),
+    pools=hybrid_cache.take_slot(state.pools, pages, row),
+  )
 
 
 def import_slot(
   decoder: nnx.Module, state: EngineState, slot: Int[Array, ""], pages: Int[Array, "N"], moved: EngineState
 ) -> EngineState:
   """Gives a slot and its pages [N] to an exported request, which goes on as if it had never left."""
-  pools = hybrid_cache.put_slot(state.pools, moved.pools, pages, slot)
-  rest, row = (dataclasses.replace(each, pools=None) for each in (state, moved))
-  put = lambda whole, one: jax.lax.dynamic_update_slice_in_dim(whole, one, slot, axis=0)
-  return dataclasses.replace(jax.tree.map(put, rest, row), pools=pools)
+  row = _row(decoder, state, slot)
+  rest, one = (dataclasses.replace(each, pools=None) for each in (state, moved))
+  return dataclasses.replace(
+    jax.tree.map(row.put, rest, one), pools=hybrid_cache.put_slot(state.pools, moved.pools, pages, row)
+  )
 
 
-def _cleared(state: EngineState, slot: Int[Array, ""]) -> EngineState:
+def _row(decoder: nnx.Module, state: EngineState, slot: Int[Array, ""]) -> SlotRow:
+  ranks = 1 if decoder.layout is None else decoder.layout.parts("activation_batch")
+  return SlotRow(slot, state.length.shape[0], ranks)
+
+
+def _page_mesh(decoder: nnx.Module) -> PageMesh | None:
+  return decoder.layout and decoder.layout.pages
+
+
+def _cleared(state: EngineState, row: SlotRow) -> EngineState:
   """Zeros the recurrent row, the counts and the marks of a slot."""
 
   def wipe(layer, is_stacked):
-    if isinstance(layer, hybrid_cache.LatentPool):
+    if isinstance(layer, LatentPool):
       return layer
-    index = (slice(None), slot) if is_stacked else slot
-    return jax.tree.map(lambda x: x.at[index].set(0), layer)
+    return jax.tree.map(lambda x: row.put(x, 0, is_stacked), layer)
 
-  names = ("length", "hidden", "token", "remaining", "counts")
-  zeroed = {name: getattr(state, name).at[slot].set(0) for name in names}
+  names = ("length", "hidden", "token", "remaining", "counts", "active")
   return dataclasses.replace(
     state,
-    **zeroed,
+    **{name: row.put(getattr(state, name), 0) for name in names},
     pools=hybrid_cache.map_layers(hybrid_cache.Pools, wipe, state.pools),
-    active=state.active.at[slot].set(False),
-    finite=state.finite.at[slot].set(True),
+    finite=row.put(state.finite, True),
   )
 
 

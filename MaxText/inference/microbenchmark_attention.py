@@ -94,8 +94,8 @@ class _Layer:
       self._memory: Memory = KdaCache(window, draw((batch, H, K, K), "float32"))
     else:
       N = -(-(context + 1) // page_size)
-      pool = draw((batch * N, page_size, cfg.latent_width), cfg.dtype)
-      table = jnp.arange(batch * N, dtype=jnp.int32).reshape(batch, N)
+      pool = draw((1, batch * N, page_size, cfg.latent_width), cfg.dtype)
+      table = jnp.arange(batch * N, dtype=jnp.int32).reshape(1, batch, N)
       self._memory = MlaPages(pool, table, jnp.zeros(batch, jnp.int32))
 
   @property

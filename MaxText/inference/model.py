@@ -16,7 +16,7 @@ from flax import nnx
 
 from MaxText.common.errors import ConfigError
 from MaxText.configs import loader
-from MaxText.configs.options import DecodeOptions
+from MaxText.configs.options import DecodeOptions, MeshOptions
 from MaxText.configs.schema import Config
 from MaxText.inference import memory, weights
 from MaxText.inference.decode_loop import NO_TOKEN, DecodeLoop, cache_capacity
@@ -232,10 +232,7 @@ def prepare(
   Returns:
     the model, and the checked prompts for its `answer`.
   """
-  if cfg.moe_capacity_factor is not None:
-    raise ConfigError("moe_capacity_factor: an answer may not depend on its neighbours; decode drops nothing")
-  mesh = loader.load_mesh(options)
-  layout = None if mesh is None else build_layout(mesh)
+  layout = find_layout(cfg, options)
   source = weights.find(cfg, options.checkpoint, config)
   tokenizer = weights.read_tokenizer(cfg, source)
   context = _context(cfg, options.max_target_length)
@@ -255,6 +252,19 @@ def prepare(
     max_target_length=options.max_target_length,
   )
   return model, requests
+
+
+def find_layout(cfg: Config, options: MeshOptions) -> Layout | None:
+  """Returns the devices that a command answers on, or None for one.
+
+  Raises:
+    ConfigError: the mesh is none, or rows would be dropped that an answer needs.
+    InputError: there are fewer devices.
+  """
+  if cfg.moe_capacity_factor is not None:
+    raise ConfigError("moe_capacity_factor: an answer may not depend on its neighbours; decode drops nothing")
+  mesh = loader.load_mesh(options)
+  return None if mesh is None else build_layout(mesh)
 
 
 def from_pretrained(directory: str | Path, dtype: str = "float32", **overrides: Any) -> Model:

@@ -15,6 +15,7 @@ from MaxText.common import choices
 from MaxText.models.sharding import Layout, settle
 
 Trace = Callable[[], Callable[[], None]]
+Settled = Callable[[Layout | None, Any], Any]
 
 
 class Program:
@@ -23,15 +24,24 @@ class Program:
   That keeps the compile time out of every other figure, and nothing can recompile unseen.
   """
 
-  def __init__(self, function: Callable, *, donates: bool = False, layout: Layout | None = None):
+  def __init__(
+    self,
+    function: Callable,
+    *,
+    donates: bool = False,
+    layout: Layout | None = None,
+    settled: Settled = settle,
+  ):
     """Wraps `function`.
 
     Args:
       function: of parameters, arrays and static numbers.
       donates: its first argument after the parameters is consumed by a call.
       layout: of the devices that it runs on, or None for one.
+      settled: fixes the layout of what it leaves.
     """
     self._function = function
+    self._settled = settled
     self._donates = donates
     self._layout = layout
     self._compiled: dict[tuple, jax.stages.Compiled] = {}
@@ -54,7 +64,7 @@ class Program:
 
     def flat(params, donated, kept):
       out = self._function(params, *jax.tree.unflatten(tree, donated + kept), **static)
-      return settle(self._layout, out)
+      return self._settled(self._layout, out)
 
     def trace() -> Callable[[], None]:
       lowered = jax.jit(flat, donate_argnums=1).lower(params, donated, kept)
@@ -102,12 +112,13 @@ class Programs:
     self.compile_seconds = 0.0
     self.implementations: choices.Choices = {}
 
-  def program(self, method: Callable, *, donates: bool = False) -> Program:
+  def program(self, method: Callable, *, donates: bool = False, settled: Settled = settle) -> Program:
     """Returns `method(decoder, arrays...)` as a program; with `donates`, it consumes its first array tree."""
     made = Program(
       lambda params, *rest, **kw: method(nnx.merge(self._graph, params), *rest, **kw),
       donates=donates,
       layout=self.layout,
+      settled=settled,
     )
     self._programs.append(made)
     return made

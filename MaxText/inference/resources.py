@@ -1,12 +1,16 @@
 """Who owns which slot and which page: the two resources of a request, counted on the host.
 
 A request holds one slot (its recurrent state) and as many pages as its tokens need (its latents). With a data
-axis, every rank has its own slots and pages, and a request stays within its rank.
+axis, every rank has its own slots and pages, and a request stays within its rank. Slots are numbered over all
+ranks, pages within their own.
 
-Dims: S slots, N pages of a slot, G pages of the pool.
+Dims: S slots, N pages of a slot, G pages of a rank.
 """
 
 import numpy as np
+
+from MaxText.common.errors import ConfigError, InputError
+from MaxText.models.sharding import Layout, nearest_multiples
 
 
 class Resources:
@@ -14,7 +18,7 @@ class Resources:
 
   Attributes:
     page_size: tokens of a page.
-    table: [S, N] int32 pages of each slot in order; G where there is none.
+    table: [S, N] int32 pages of each slot in order, numbers of its rank; G where there is none.
   """
 
   def __init__(self, *, slots: int, pages: int, page_size: int, pages_per_slot: int, ranks: int = 1):
@@ -22,7 +26,7 @@ class Resources:
 
     Args:
       slots: S, requests at a time, over all ranks.
-      pages: G, over all ranks.
+      pages: of all ranks together.
       page_size: tokens of a page.
       pages_per_slot: N, the most that one request may own.
       ranks: parts that neither share slots nor pages.
@@ -33,11 +37,11 @@ class Resources:
     if slots % ranks or pages % ranks:
       raise ValueError(f"{ranks} ranks do not divide {slots} slots and {pages} pages")
     self.page_size = page_size
-    self._ranks, self._slots, self._pages = ranks, slots, pages
-    self._free_slots = [_numbers(rank, slots // ranks) for rank in range(ranks)]
-    self._free_pages = [_numbers(rank, pages // ranks) for rank in range(ranks)]
+    self._ranks, self._slots, self._pages = ranks, slots, pages // ranks
+    self._free_slots = [_numbers(rank * slots // ranks, slots // ranks) for rank in range(ranks)]
+    self._free_pages = [_numbers(0, self._pages) for _ in range(ranks)]
     self._owned: dict[int, list[int]] = {}
-    self.table = np.full((slots, pages_per_slot), pages, np.int32)
+    self.table = np.full((slots, pages_per_slot), self._pages, np.int32)
 
   @property
   def free_slots(self) -> int:
@@ -62,7 +66,7 @@ class Resources:
   @property
   def longest(self) -> int:
     """Tokens of the longest request that could ever be held."""
-    return min(self.table.shape[1], self._pages // self._ranks) * self.page_size
+    return min(self.table.shape[1], self._pages) * self.page_size
 
   def rank(self, slot: int) -> int:
     """Returns the rank that a slot, its pages and its request belong to."""
@@ -112,10 +116,37 @@ class Resources:
     self.table[slot] = self._pages
 
   def owned(self, slot: int) -> tuple[int, ...]:
-    """Returns the pages of a slot in the order of its tokens."""
+    """Returns the pages of a slot in the order of its tokens, numbered within its rank."""
     return tuple(self._owned[slot])
 
 
-def _numbers(rank: int, size: int) -> list[int]:
-  """Numbers of one rank, the lowest to be taken first."""
-  return list(range((rank + 1) * size - 1, rank * size - 1, -1))
+def _numbers(first: int, count: int) -> list[int]:
+  """So many numbers, the lowest to be taken first."""
+  return list(range(first + count - 1, first - 1, -1))
+
+
+def ranks_of(layout: Layout, slots: int, pages: int) -> int:
+  """Returns the ranks of a mesh: the parts into which it splits the latents.
+
+  Args:
+    layout: of the devices.
+    slots: of all ranks together.
+    pages: of all ranks together.
+
+  Raises:
+    ConfigError: rows and latents are split so differently that a row has no place.
+    InputError: slots or pages do not divide over the ranks, with the nearest numbers that do.
+  """
+  rows, ranks = layout.parts("activation_batch"), layout.parts("cache_batch")
+  if max(rows, ranks) % min(rows, ranks):
+    raise ConfigError(
+      f"{layout.name}: activation_batch is split into {rows} parts and cache_batch into {ranks}; "
+      "to serve, one number has to divide the other"
+    )
+  for key, number, parts in (("slots", slots, layout.row_multiple), ("pages", pages, ranks)):
+    if number % parts:
+      nearest = " or ".join(map(str, nearest_multiples(number, parts)))
+      raise InputError(
+        f"{layout.name}: {key}={number} does not divide over {parts} ranks; nearest that do: {nearest}"
+      )
+  return ranks

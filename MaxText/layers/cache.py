@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from MaxText.kernels.mla import Pages
+from MaxText.kernels.mla import PageMesh, Pages
 
 Row = Int[Array, ""] | None
 Leaf = Any  # an array, or what JAX puts in its place: a shape, a sharding, a tracer
@@ -87,22 +87,36 @@ class MlaCache(LayerMemory):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class LatentPool:
+  """Pages of one full-attention layer between calls, G of each of Z ranks.
+
+  Attributes:
+    latent: [Z, G, J, R+P], or [C, Z, G, J, R+P] of stacked layers, activation dtype.
+  """
+
+  latent: Leaf
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class MlaPages:
   """Latents of one full-attention layer (or of a stack) in pages of a pool that all rows share.
 
   A layer reads and writes pages of the pool by index: neither the pool nor a layer's share of it is copied.
 
   Attributes:
-    latent: [G, J, R+P] pages, or [C, G, J, R+P] of stacked layers, activation dtype.
-    table: [B, N] int32 pages of each row, G where there is none; the same for all layers of a stack.
+    latent: [Z, G, J, R+P] pages, or [C, Z, G, J, R+P] of stacked layers, activation dtype.
+    table: [Z, Q, N] int32 pages of each row, as `Pages` has them; the same for all layers of a stack.
     length: [B] int32, or [C, B]: tokens held by each row.
     row: which layer of the stack this is, between `read` and `write`.
+    place: the devices of the Z ranks, or None for one.
   """
 
   latent: Leaf
   table: Leaf
   length: Leaf
   row: Leaf = None
+  place: PageMesh | None = dataclasses.field(default=None, metadata={"static": True})
 
   def read(self, row: Row) -> "MlaPages":
     """Returns this layer's own view."""
@@ -111,7 +125,7 @@ class MlaPages:
   @property
   def pages(self) -> Pages:
     """What attention reads."""
-    return Pages(self.latent, self.table, self.row)
+    return Pages(self.latent, self.table, self.row, self.place)
 
   def append(self, new: Float[Array, "B T RP"], segment_ids: Int[Array, "B T"] | None) -> "MlaPages":
     """Writes the valid new latents of one layer after each row's length; arguments as `MlaCache.append`.

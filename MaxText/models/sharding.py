@@ -17,9 +17,10 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped
 
-from MaxText.common.errors import ConfigError, InputError, UnsupportedError
+from MaxText.common.errors import ConfigError, InputError
 from MaxText.configs.mesh import MESH_AXES, AxisRules, MeshConfig, nearest_divisors, size_key
-from MaxText.layers.cache import DecoderCache, KdaCache, LayerCache, MlaCache
+from MaxText.kernels.mla import PageMesh
+from MaxText.layers.cache import DecoderCache, KdaCache, LatentPool, LayerCache, MlaCache, MlaPages
 from MaxText.layers.expert_dispatch import ExpertMesh
 
 Names = Sequence[str | None]
@@ -36,11 +37,15 @@ _KEYS = {
   "expert": "num_experts",
   "expert_mlp": "base_moe_mlp_dim",
 }
-_CACHE_NAMES = {
-  KdaCache: KdaCache(
-    conv=("activation_batch", None, None, "heads"), state=("activation_batch", "heads", None, None)
-  ),
-  MlaCache: MlaCache(latent=("cache_batch", None, None), length=("cache_batch",)),
+_CACHE_NAMES: dict[type, dict[str, Names]] = {
+  KdaCache: {
+    "conv": ("activation_batch", None, None, "heads"),
+    "state": ("activation_batch", "heads", None, None),
+  },
+  MlaCache: {"latent": ("cache_batch", None, None), "length": ("cache_batch",)},
+  # the ranks of a pool are split; the table of its pages comes from the host, and all devices know it
+  MlaPages: {"latent": ("cache_batch", None, None, None), "table": (None, None, None), "length": (None,)},
+  LatentPool: {"latent": ("cache_batch", None, None, None)},
 }
 
 
@@ -84,13 +89,22 @@ class Layout:
     """Parts that each dimension is cut into."""
     return [self._count((part,) if isinstance(part, str) else part or ()) for part in self.spec(names)]
 
+  def parts(self, name: str) -> int:
+    """Parts that a dimension is cut into where it is the only one of an array."""
+    return self._count(self.axes(name))
+
   def _count(self, axes: Sequence[str]) -> int:
     return math.prod(self.mesh.shape[axis] for axis in axes)
 
   @property
   def row_multiple(self) -> int:
     """Rows that a batch has to be a multiple of."""
-    return math.lcm(*(self._count(self.axes(name)) for name in ("activation_batch", "cache_batch")))
+    return math.lcm(self.parts("activation_batch"), self.parts("cache_batch"))
+
+  @property
+  def pages(self) -> PageMesh:
+    """The devices that hold the ranks of a pool of latents."""
+    return PageMesh(self.mesh, self.axes("cache_batch"))
 
   @property
   def experts(self) -> ExpertMesh:
@@ -107,7 +121,7 @@ class Layout:
       if size % parts:
         raise InputError(
           f"{self.name}: {size} rows ({name}) do not divide over {parts} devices; "
-          f"nearest: {' or '.join(map(str, _multiples(size, parts)))} rows"
+          f"nearest: {' or '.join(map(str, nearest_multiples(size, parts)))} rows"
         )
     return jax.lax.with_sharding_constraint(x, self.sharding(names))
 
@@ -215,15 +229,15 @@ def _check_divisible(layout: Layout, found: Sequence[Dimensions]) -> None:
   keys = ", ".join(f"{size_key(axis)}={layout.mesh.shape[axis]}" for axis in axes)
   below, above = nearest_divisors(size, parts)
   fitting = " or ".join(map(str, dict.fromkeys((below, above))))
-  multiples = " or ".join(map(str, _multiples(size, parts)))
+  multiples = " or ".join(map(str, nearest_multiples(size, parts)))
   raise ConfigError(
     f"{layout.name}: {keys}: {name} of {size} ({_KEYS.get(name, name)}) does not divide over {parts} devices "
     f"({param.path} {list(param.shape)}); nearest that do: {fitting} devices, or a size of {multiples}"
   )
 
 
-def _multiples(size: int, parts: int) -> list[int]:
-  """The nearest positive multiples of `parts` on either side of `size`."""
+def nearest_multiples(size: int, parts: int) -> list[int]:
+  """Returns the positive multiples of `parts` next to `size` on either side."""
   below = size // parts * parts
   return [n for n in (below, below + parts) if n]
 
@@ -274,25 +288,25 @@ def _mib(nbytes: int) -> str:
 # --- caches -------------------------------------------------------------------------------------------------
 
 
-def cache_shardings(layout: Layout, cache: DecoderCache) -> DecoderCache:
-  """Returns the sharding of every leaf of a cache, own or stacked: rows, and heads where there are any."""
+def cache_shardings[Memory](layout: Layout, memory: Memory) -> Memory:
+  """Returns the sharding of each leaf of caches, own or stacked: rows, ranks of pages, and heads if any."""
 
-  def of(layer: LayerCache) -> LayerCache:
-    if type(layer) not in _CACHE_NAMES:
-      raise UnsupportedError(f"{layout.name}: {type(layer).__name__} lies on one device only")
-    names = _CACHE_NAMES[type(layer)]
-    return jax.tree.map(
-      lambda leaf, name: layout.sharding((None,) * (leaf.ndim - len(name)) + name), layer, names
-    )
+  def of(layer: LayerCache | LatentPool) -> LayerCache | LatentPool:
+    leaves = {field: (getattr(layer, field), names) for field, names in _CACHE_NAMES[type(layer)].items()}
+    shardings = {
+      field: layout.sharding((None,) * (leaf.ndim - len(names)) + names)
+      for field, (leaf, names) in leaves.items()
+    }
+    return dataclasses.replace(layer, **shardings)
 
-  return jax.tree.map(of, cache, is_leaf=lambda node: isinstance(node, LayerCache))
+  return jax.tree.map(of, memory, is_leaf=lambda node: type(node) in _CACHE_NAMES)
 
 
-def constrain_cache(layout: Layout | None, cache: DecoderCache) -> DecoderCache:
-  """Fixes the layout of every leaf of a cache, inside a compiled program."""
+def constrain_cache[Memory](layout: Layout | None, memory: Memory) -> Memory:
+  """Fixes the layout of every leaf of caches, inside a compiled program."""
   if layout is None:
-    return cache
-  return jax.lax.with_sharding_constraint(cache, cache_shardings(layout, cache))
+    return memory
+  return jax.lax.with_sharding_constraint(memory, cache_shardings(layout, memory))
 
 
 def settle(layout: Layout | None, state: Any) -> Any:

@@ -236,7 +236,7 @@ def test_a_nan_ends_its_own_request_only_and_leaves_nothing(directory, requests)
   pools = jax.tree.map(lambda x: x, engine._state.pools)
   first_page = engine.resources.owned(sick)[0]
   layers = [
-    dataclasses.replace(layer, latent=layer.latent.at[first_page].set(np.nan))
+    dataclasses.replace(layer, latent=layer.latent.at[0, first_page].set(np.nan))
     if hasattr(layer, "latent")
     else layer
     for layer in pools.layers

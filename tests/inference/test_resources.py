@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from MaxText.inference.resources import Resources
 
-S, G, J, N, RANKS = 6, 24, 4, 5, 2
+S, PAGES, J, N, RANKS = 6, 24, 4, 5, 2
+G = PAGES // RANKS
 
 
 def check(resources):
@@ -17,19 +18,21 @@ def check(resources):
     for slot in range(S)
     if resources.table[slot, 0] < G or slot in resources._owned
   }
-  pages = [page for each in owned.values() for page in each]
+  pages = [(resources.rank(slot), page) for slot, each in owned.items() for page in each]
   assert len(set(pages)) == len(pages) == resources.used_pages
-  assert resources.used_pages + resources.free_pages == G
+  assert all(0 <= page < G for _, page in pages)
+  assert resources.used_pages + resources.free_pages == PAGES
+  for rank in range(RANKS):
+    assert resources.free_pages_of(rank) + sum(owner == rank for owner, _ in pages) == G
   assert resources.used_slots + resources.free_slots == S
   for slot, each in owned.items():
     assert resources.table[slot].tolist() == [*each, *[G] * (N - len(each))]
-    assert {page // (G // RANKS) for page in each} <= {resources.rank(slot)}
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["acquire", "grow", "release"]), st.integers(0, 23)), max_size=40))
 def test_nothing_is_owned_twice_or_lost(events):
-  resources, held = Resources(slots=S, pages=G, page_size=J, pages_per_slot=N, ranks=RANKS), []
+  resources, held = Resources(slots=S, pages=PAGES, page_size=J, pages_per_slot=N, ranks=RANKS), []
   for event, number in events:
     if event == "acquire":
       before = resources.free_slots, resources.free_pages
@@ -50,7 +53,7 @@ def test_nothing_is_owned_twice_or_lost(events):
     check(resources)
   for slot in held:
     resources.release(slot)
-  assert (resources.free_slots, resources.free_pages) == (S, G)
+  assert (resources.free_slots, resources.free_pages) == (S, PAGES)
   assert np.all(resources.table == G)
 
 

@@ -33,10 +33,10 @@ def paged(rows, length, *, layers=None, fill=np.nan):
       held = min(J, int(length[b]) - n * J)
       pool[table[b, n], :held] = rows[b, n * J : n * J + held]
   if layers is None:
-    return Pages(jnp.asarray(pool), jnp.asarray(table))
-  stack = np.full((layers, *pool.shape), fill, np.float32)
+    return Pages(jnp.asarray(pool[None]), jnp.asarray(table[None]))
+  stack = np.full((layers, 1, *pool.shape), fill, np.float32)
   stack[1] = pool
-  return Pages(jnp.asarray(stack), jnp.asarray(table), jnp.int32(1))
+  return Pages(jnp.asarray(stack), jnp.asarray(table[None]), jnp.int32(1))
 
 
 @pytest.mark.parametrize("layers", [None, 3], ids=["own", "stacked"])

@@ -65,13 +65,13 @@ def test_kda_memory_keeps_its_stored_dtypes():
 
 def paged(lengths, stack=()):
   """Two rows of at most two pages of four; row 0 lies in pages 2 and 0, row 1 in page 1 only."""
-  latent = jnp.full((*stack, 3, 4, 3), -1.0)
-  return MlaPages(latent, jnp.int32([[2, 0], [1, 3]]), jnp.broadcast_to(jnp.int32(lengths), (*stack, 2)))
+  latent = jnp.full((*stack, 1, 3, 4, 3), -1.0)
+  return MlaPages(latent, jnp.int32([[[2, 0], [1, 3]]]), jnp.broadcast_to(jnp.int32(lengths), (*stack, 2)))
 
 
 def test_pages_take_new_rows_behind_each_row_s_own_end():
   cache = paged([3, 0]).append(tokens(2, 2), jnp.int32([[1, 1], [0, 1]]))
-  assert np.asarray(cache.latent[..., 0]).tolist() == [[2, -1, -1, -1], [4, -1, -1, -1], [-1, -1, -1, 1]]
+  assert np.asarray(cache.latent[0, ..., 0]).tolist() == [[2, -1, -1, -1], [4, -1, -1, -1], [-1, -1, -1, 1]]
   assert cache.length.tolist() == [5, 1]
 
 
@@ -79,5 +79,5 @@ def test_a_stack_of_pages_writes_its_own_row_only():
   pool, row = paged([3, 0], stack=(3,)), jnp.int32(1)
   cache = pool.write(row, pool.read(row).append(tokens(2, 2), None))
   assert np.all(cache.latent[jnp.array([0, 2])] == -1)
-  assert cache.latent[1, :, :, 0].tolist() == [[2, -1, -1, -1], [3, 4, -1, -1], [-1, -1, -1, 1]]
+  assert cache.latent[1, 0, :, :, 0].tolist() == [[2, -1, -1, -1], [3, 4, -1, -1], [-1, -1, -1, 1]]
   assert cache.length.tolist() == [[3, 0], [5, 2], [3, 0]] and cache.row is None

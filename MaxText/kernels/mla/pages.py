@@ -1,17 +1,35 @@
 """Cache rows that lie in the pages of a pool which many sequences share.
 
-Dims: B rows of the batch, N pages of a row, G pages of the pool, J cache rows of a page, C stacked layers,
-Y width of a cache row, S = N * J.
+A pool has ranks, which share no page: one, or on a mesh those of the devices that hold parts of it. The rank
+is a dimension of pool and table, and each device reads and writes the pages of its own rank: no page travels.
+
+Dims: B rows of the batch, Z ranks, Q rows of a rank, N pages of a row, G pages of a rank, J cache rows of a
+page, C stacked layers, Y width of a cache row, S = N * J.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int, Shaped
 
 Leaf = Any  # an array, or what JAX puts in its place: a shape, a sharding, a tracer
+
+
+@dataclasses.dataclass(frozen=True)
+class PageMesh:
+  """The devices that hold a pool.
+
+  Attributes:
+    mesh: of the whole program.
+    axes: those that split the ranks; on all other axes, devices hold the same pages.
+  """
+
+  mesh: Mesh | AbstractMesh
+  axes: tuple[str, ...]
 
 
 @jax.tree_util.register_dataclass
@@ -20,14 +38,18 @@ class Pages:
   """The cache rows of a batch, read page by page; stands where an array [B, S, Y] could.
 
   Attributes:
-    pool: [G, J, Y] pages, or [C, G, J, Y] of stacked layers.
-    table: [B, N] int32 page that holds tokens n*J to (n+1)*J - 1 of each row; G where there is none.
+    pool: [Z, G, J, Y] pages, or [C, Z, G, J, Y] of stacked layers.
+    table: [Z, Q, N] int32 page, numbered within its rank, that holds tokens n*J to (n+1)*J - 1; G where there
+      is none. The Z*Q rows are those of the batch in order. Where they are more, each row of the batch has as
+      many of them, neighbours, and one alone has pages.
     layer: which layer of a stacked pool, int32; None for a pool of its own. The stack is indexed, not sliced.
+    place: the devices of the ranks, or None for one that holds them all.
   """
 
   pool: Leaf
   table: Leaf
   layer: Leaf = None
+  place: PageMesh | None = dataclasses.field(default=None, metadata={"static": True})
 
   @property
   def page_size(self) -> int:
@@ -37,7 +59,7 @@ class Pages:
   @property
   def capacity(self) -> int:
     """Cache rows that a row of the batch may hold, S = N * J."""
-    return self.table.shape[1] * self.page_size
+    return self.table.shape[-1] * self.page_size
 
   def read(self, start: int | Int[Array, ""], size: int, length: Int[Array, "B"]) -> Float[Array, "B size Y"]:
     """Gathers the rows of some whole pages.
@@ -48,11 +70,13 @@ class Pages:
       length: [B] rows that count; what lies behind them belongs to nobody and reads as 0, so that no value
         that an earlier tenant left, not even NaN, meets a weight of zero.
     """
-    J = self.page_size
-    pages = jax.lax.dynamic_slice_in_dim(self.table, start // J, size // J, axis=1)
-    index = pages if self.layer is None else (self.layer, pages)
-    rows = self.pool.at[index].get(mode="fill", fill_value=0)
-    rows = rows.reshape(pages.shape[0], size, -1)
+    J, B = self.page_size, length.shape[0]
+    pages = jax.lax.dynamic_slice_in_dim(self.table, start // J, size // J, axis=2)
+    gather = lambda pool, at, pages: pool.at[*at, pages].get(mode="fill", fill_value=0)
+    rows = self._on_ranks(gather, pages, out_axis=0)
+    rows = rows.reshape(B, -1, size, rows.shape[-1])
+    # of the ranks of one row all but one have no page, and gave 0
+    rows = rows[:, 0] if rows.shape[1] == 1 else jnp.sum(rows, axis=1)
     held = start + jnp.arange(size) < length[:, None]
     return jnp.where(held[..., None], rows, 0)
 
@@ -64,11 +88,42 @@ class Pages:
       new: [B, T, Y] rows.
     """
     G, J = self.pool.shape[-3:-1]
+    slot, new = self._by_rank(slot), self._by_rank(new.astype(self.pool.dtype))
     inside = (slot >= 0) & (slot < self.capacity)
-    page = jnp.take_along_axis(self.table, jnp.where(inside, slot // J, 0), axis=1)
-    place = (jnp.where(inside, page, G), slot % J)
-    index = place if self.layer is None else (self.layer, *place)
-    return dataclasses.replace(self, pool=self.pool.at[index].set(new.astype(self.pool.dtype), mode="drop"))
+    page = jnp.take_along_axis(self.table, jnp.where(inside, slot // J, 0), axis=2)
+    page = jnp.where(inside, page, G)
+    scatter = lambda pool, at, page, row, new: pool.at[*at, page, row].set(new, mode="drop")
+    pool = self._on_ranks(scatter, page, slot % J, new, out_axis=self._rank_axis)
+    return dataclasses.replace(self, pool=pool)
+
+  @property
+  def _rank_axis(self) -> int:
+    return self.pool.ndim - 4
+
+  def _on_ranks(self, of_rank: Callable, *arrays: Shaped[Array, "Z ..."], out_axis: int) -> Array:
+    """Runs a function of (pool of a rank, index of its layer if stacked, arrays of a rank) on every rank."""
+
+    def of_ranks(pool, at, *arrays):
+      axes = (self._rank_axis, None, *[0] * len(arrays))
+      return jax.vmap(of_rank, in_axes=axes, out_axes=out_axis)(pool, at, *arrays)
+
+    at = () if self.layer is None else (self.layer,)
+    if self.place is None:
+      return of_ranks(self.pool, at, *arrays)
+    split = lambda axis: PartitionSpec(*[None] * axis, self.place.axes)
+    run = jax.shard_map(
+      of_ranks,
+      mesh=self.place.mesh,
+      in_specs=(split(self._rank_axis), PartitionSpec(), *[split(0)] * len(arrays)),
+      out_specs=split(out_axis),
+    )
+    return run(self.pool, at, *arrays)
+
+  def _by_rank(self, x: Shaped[Array, "B ..."]) -> Shaped[Array, "Z Q ..."]:
+    """Gives each rank its rows of the batch; a row of several ranks goes to all of them."""
+    Z, Q, _ = self.table.shape
+    copies = jnp.broadcast_to(x[:, None], (x.shape[0], Z * Q // x.shape[0], *x.shape[1:]))
+    return copies.reshape(Z, Q, *x.shape[1:])
 
 
 Rows = Float[Array, "B S Y"] | Pages
