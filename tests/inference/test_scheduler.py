@@ -285,7 +285,7 @@ def test_a_nan_ends_its_own_job_and_leaves_nothing(scheduler, engine, requests):
   page = engine.resources.owned(ticket.slot)[0]
   pools = engine._state.pools
   layers = [
-    dataclasses.replace(layer, latent=layer.latent.at[page].set(np.nan))
+    dataclasses.replace(layer, latent=layer.latent.at[0, page].set(np.nan))
     if hasattr(layer, "latent")
     else layer
     for layer in pools.layers

@@ -65,3 +65,12 @@ def test_writing_fills_the_pages_of_the_row_and_drops_the_rest(layers):
   assert read[1].tolist() == [0] * 16
   changed = np.asarray(after.pool != pages.pool)[..., 0]
   assert changed.sum() == 2  # nothing else of the pool moved
+
+
+def test_a_row_that_two_ranks_share_is_in_the_one_with_its_pages():
+  pool = jnp.full((2, 3, J, WIDTH), np.nan)
+  pages = Pages(pool, jnp.int32([[[3, 3]], [[2, 0]]]))
+  new = jax.random.normal(jax.random.key(1), (1, 11, WIDTH))
+  after = pages.write(jnp.arange(11)[None], new)
+  np.testing.assert_array_equal(after.read(0, 2 * J, jnp.int32([11]))[:, :11], new)
+  assert np.isnan(after.pool[0]).all() and np.isfinite(after.pool[1]).all(-1).sum() == 11
