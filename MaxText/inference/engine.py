@@ -60,7 +60,6 @@ class Engine:
     prefill_chunk: int = 512,
     steps: int = 8,
     stop_ids: int = 16,
-    ranks: int = 1,
   ):
     """Allocates the state; compiles nothing else yet.
 
@@ -73,7 +72,6 @@ class Engine:
       prefill_chunk: most prompt tokens that one program reads.
       steps: most tokens a slot that one dispatch picks.
       stop_ids: most stop ids of a request.
-      ranks: parts that share neither slots nor pages; a mesh brings its own.
 
     Raises:
       InputError: slots or pages do not divide over the ranks of the mesh; nothing is allocated yet.
@@ -82,8 +80,7 @@ class Engine:
     self.prefill_chunk_size, self.steps = prefill_chunk, steps
     self._stop_ids = stop_ids
     self._programs = made = Programs(decoder)
-    layout = made.layout
-    self.ranks = ranks if layout is None else ranks_of(layout, slots, pages)
+    self.ranks = 1 if made.layout is None else ranks_of(made.layout, slots, pages)
     replaces = functools.partial(made.program, donates=True, settled=programs.settle)
     self._insert = replaces(programs.insert)
     self._prefill = replaces(programs.prefill_chunk)

@@ -31,10 +31,14 @@ class ScriptedEngine:
   is_intact = True
   prefill_chunk_size = 16
 
-  def __init__(self, *, slots=2, pages=128, page_size=16, max_target_length=1024, steps=1):
+  def __init__(self, *, slots=2, pages=128, page_size=16, max_target_length=1024, steps=1, ranks=1):
     self.steps = steps
     self._shape = dict(
-      slots=slots, pages=pages, page_size=page_size, pages_per_slot=-(-max_target_length // page_size)
+      slots=slots,
+      pages=pages,
+      page_size=page_size,
+      pages_per_slot=-(-max_target_length // page_size),
+      ranks=ranks,
     )
     self.max_target_length = max_target_length
     self.answers, self.seconds, self.gate, self.picked, self.broken = [[0]], 0.0, None, 0, set()

@@ -18,8 +18,8 @@ def logits_after(model, prompt, answer):
   return model.logits(ids + [0] * (LONGEST - len(ids)))[len(prompt) - 1 : len(ids) - 1]
 
 
-def make_engine(directory, *, pages=24, page_size=8, steps=4, ranks=1, **overrides):
+def make_engine(directory, *, pages=24, page_size=8, steps=4, **overrides):
   cfg = loader.load(directory, [f"{key}={value}" for key, value in overrides.items()])
   decoder = load_params(directory, cfg, progress=False)
-  shape = dict(slots=4, pages=pages, page_size=page_size, max_target_length=LONGEST, ranks=ranks)
+  shape = dict(slots=4, pages=pages, page_size=page_size, max_target_length=LONGEST)
   return Engine(decoder, **shape, prefill_chunk=16, steps=steps)

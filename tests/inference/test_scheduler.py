@@ -321,18 +321,23 @@ def test_draining_ends_what_takes_too_long(engine, requests):
   assert scheduler._observer.heard["shutdown"] and engine.resources.used_slots == 0
 
 
-def test_ranks_share_nothing_and_the_emptier_one_is_chosen(directory, requests):
-  engine = make_engine(directory, pages=PAGES, page_size=PAGE_SIZE, steps=1, ranks=2)
-  scheduler = Scheduler(engine, queue_limit=16)
-  started = [submit(scheduler, requests[number], engine) for number in range(8)]
-  while len({ticket.rank for ticket, _ in started} - {None}) < 2:
-    scheduler.step()
-  for ticket, _ in started:
-    if ticket.slot is not None:
-      assert ticket.rank == engine.resources.rank(ticket.slot)
-      assert max(engine.resources.owned(ticket.slot)) < PAGES // 2
-  run(scheduler)
-  assert [receiver.tokens for _, receiver in started] == [want for _, want in requests[:8]]
+def test_the_emptier_rank_is_chosen_and_what_it_lacks_is_paid_in_it():
+  """Two ranks of two slots: jobs spread over both, and growth in one never takes from the other."""
+  engine = ScriptedEngine(slots=4, pages=24, page_size=2, max_target_length=24, ranks=2)
+  engine.answers = [[0] * 12]
+  scheduler = Scheduler(engine, queue_limit=16, observer=Counts())
+  prompt = ([1] * 8, None)
+  started = [submit(scheduler, prompt, max_new_tokens=12) for _ in range(6)]
+  scheduler.step()
+  assert [ticket.rank for ticket, _ in started] == [0, 1, 0, 1, None, None]
+  while scheduler.step():
+    resources = engine.resources
+    for rank in range(2):
+      slots = [slot for slot in resources._owned if resources.rank(slot) == rank]
+      assert resources.free_pages_of(rank) + sum(len(resources.owned(slot)) for slot in slots) == 12
+    assert all(ticket.slot is None or resources.rank(ticket.slot) == ticket.rank for ticket, _ in started)
+  assert scheduler._observer.heard["preempted"] >= 1
+  assert all(receiver.ended == "length" and len(receiver.tokens) == 12 for _, receiver in started)
 
 
 def test_the_last_event_comes_when_the_slot_is_free(scheduler, engine, requests):
