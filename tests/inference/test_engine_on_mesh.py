@@ -232,14 +232,12 @@ def moved(engine, name):
     program.as_text(),
   )
   shapes = [
-    tuple(map(int, dims.split(","))) for each in found for dims in re.findall(r"\w+\[([\d,]+)\]", each)
+    tuple(map(int, dims.split(","))) for each in found for dims in re.findall(r"f32\[([\d,]+)\]", each)
   ]
   rows = lambda shape: math.prod(shape[:-1])
-  pages = [
-    each for each in shapes if len(each) > 2 and each[-1] == pool.latent.shape[-1] and rows(each) > CHUNK
-  ]
-  state = [each for each in shapes if len(each) > 2 and each[-2:] == kda.state.shape[-2:]]
-  return pages + state
+  wide = [shape for shape in shapes if len(shape) > 2 and shape[-1] == pool.latent.shape[-1]]
+  state = [shape for shape in shapes if len(shape) > 2 and shape[-2:] == kda.state.shape[-2:]]
+  return state + [shape for shape in wide if rows(shape) > CHUNK * SLOTS // RANKS]
 
 
 def test_no_program_moves_pages_or_recurrent_rows(engine):

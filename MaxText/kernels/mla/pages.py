@@ -8,12 +8,13 @@ page, C stacked layers, Y width of a cache row, S = N * J.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Shaped
 
 Leaf = Any  # an array, or what JAX puts in its place: a shape, a sharding, a tracer
@@ -78,7 +79,14 @@ class Pages:
     # of the ranks of one row all but one have no page, and gave 0
     rows = rows[:, 0] if rows.shape[1] == 1 else jnp.sum(rows, axis=1)
     held = start + jnp.arange(size) < length[:, None]
-    return jnp.where(held[..., None], rows, 0)
+    rows = jnp.where(held[..., None], rows, 0)
+    if self.place is None:
+      return rows
+    # left to itself, the compiler may cut them over axes that are free, and gather them again
+    by = self.place.axes if B == math.prod(self.table.shape[:2]) else PartitionSpec.UNCONSTRAINED
+    return jax.lax.with_sharding_constraint(
+      rows, NamedSharding(self.place.mesh, PartitionSpec(by, None, None))
+    )
 
   def write(self, slot: Int[Array, "B T"], new: Float[Array, "B T Y"]) -> "Pages":
     """Stores rows; what has no slot (a negative one) or no page is dropped, never wrapped.
