@@ -260,8 +260,9 @@ def reset_slot(
   """Takes a slot from its request, and wipes its memory and its pages [N]."""
   row = _row(decoder, state, slot)
   state = _cleared(state, row)
-  nothing = jax.tree.map(jnp.zeros_like, hybrid_cache.take_slot(state.pools, pages, row))
-  return dataclasses.replace(state, pools=hybrid_cache.put_slot(state.pools, nothing, pages, row))
+  place = _page_mesh(decoder)
+  nothing = jax.tree.map(jnp.zeros_like, hybrid_cache.take_slot(state.pools, pages, row, place))
+  return dataclasses.replace(state, pools=hybrid_cache.put_slot(state.pools, nothing, pages, row, place))
 
 
 def export_slot(
@@ -278,7 +279,7 @@ def export_slot(
   row = _row(decoder, state, slot)
   return dataclasses.replace(
     jax.tree.map(row.take_alone, dataclasses.replace(state, pools=None)),
-    pools=hybrid_cache.take_slot(state.pools, pages, row),
+    pools=hybrid_cache.take_slot(state.pools, pages, row, _page_mesh(decoder)),
   )
 
 
@@ -289,7 +290,8 @@ def import_slot(
   row = _row(decoder, state, slot)
   rest, one = (dataclasses.replace(each, pools=None) for each in (state, moved))
   return dataclasses.replace(
-    jax.tree.map(row.put, rest, one), pools=hybrid_cache.put_slot(state.pools, moved.pools, pages, row)
+    jax.tree.map(row.put, rest, one),
+    pools=hybrid_cache.put_slot(state.pools, moved.pools, pages, row, _page_mesh(decoder)),
   )
 
 

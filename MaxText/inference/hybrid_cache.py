@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
 from MaxText.configs.schema import Config
-from MaxText.kernels.mla import PageMesh
+from MaxText.kernels.mla import PageMesh, on_ranks
 from MaxText.layers.cache import DecoderCache, KdaCache, LatentPool, MlaCache, MlaPages
 from MaxText.models.kimi_k3 import init_cache
 from MaxText.models.layer_plan import LayerPlan
@@ -155,27 +155,29 @@ def store(pools: Pools, new: DecoderCache, row: SlotRow | None = None) -> Pools:
   return map_layers(Pools, stored, pools, new)
 
 
-def take_slot(pools: Pools, pages: Int[Array, "N"], row: SlotRow) -> Pools:
+def take_slot(pools: Pools, pages: Int[Array, "N"], row: SlotRow, place: PageMesh | None) -> Pools:
   """Copies out what a slot holds: its recurrent rows, and N pages whether it owns them or not (those are 0).
 
   Args:
     pools: from `empty_pools`.
     pages: [N] pages of the slot, numbered within its rank, G where it has none.
     row: which slot.
+    place: the devices of the ranks, or None for one.
   """
 
   def taken(layer, is_stacked):
     if isinstance(layer, KdaCache):
       return jax.tree.map(lambda x: row.take_alone(x, is_stacked), layer)
     table = _own_pages(layer, pages, row, layer.latent.shape[is_stacked])
-    gather = lambda pool, pages: pool.at[_pages(pages, is_stacked)].get(mode="fill", fill_value=0)
-    of_ranks = jax.vmap(gather, in_axes=(is_stacked, 0))(layer.latent, table)
-    return LatentPool(_sum(of_ranks, 0))
+    gather = lambda pool, _, pages: pool.at[_pages(pages, is_stacked)].get(mode="fill", fill_value=0)
+    return LatentPool(_sum(on_ranks(gather, place, layer.latent, (), table, out_axis=0), 0))
 
   return map_layers(Pools, taken, pools)
 
 
-def put_slot(pools: Pools, held: Pools, pages: Int[Array, "N"], row: SlotRow) -> Pools:
+def put_slot(
+  pools: Pools, held: Pools, pages: Int[Array, "N"], row: SlotRow, place: PageMesh | None
+) -> Pools:
   """Writes what `take_slot` gave into a slot and its pages; a page that the slot does not own is dropped.
 
   Args:
@@ -183,15 +185,15 @@ def put_slot(pools: Pools, held: Pools, pages: Int[Array, "N"], row: SlotRow) ->
     held: from `take_slot`.
     pages: [N] pages of the slot, numbered within its rank, G where it has none.
     row: which slot.
+    place: the devices of the ranks, or None for one.
   """
 
   def put(layer, new, is_stacked):
     if isinstance(layer, KdaCache):
       return jax.tree.map(lambda x, y: row.put(x, y, is_stacked), layer, new)
     table = _own_pages(layer, pages, row, layer.latent.shape[is_stacked])
-    scatter = lambda pool, pages: pool.at[_pages(pages, is_stacked)].set(new.latent, mode="drop")
-    of_ranks = jax.vmap(scatter, in_axes=(is_stacked, 0), out_axes=is_stacked)
-    return LatentPool(of_ranks(layer.latent, table))
+    scatter = lambda pool, new, pages: pool.at[_pages(pages, is_stacked)].set(new, mode="drop")
+    return LatentPool(on_ranks(scatter, place, layer.latent, new.latent, table, out_axis=is_stacked))
 
   return map_layers(Pools, put, pools, held)
 

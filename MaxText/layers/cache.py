@@ -109,7 +109,7 @@ class MlaPages:
     table: [Z, Q, N] int32 pages of each row, as `Pages` has them; the same for all layers of a stack.
     length: [B] int32, or [C, B]: tokens held by each row.
     row: which layer of the stack this is, between `read` and `write`.
-    place: the devices of the Z ranks, or None for one.
+    place: the devices of the Z ranks, or None for a single one.
   """
 
   latent: Leaf

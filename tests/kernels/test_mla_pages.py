@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
-from MaxText.kernels.mla import Pages, blocks, mla
+from MaxText.kernels.mla import PageMesh, Pages, blocks, mla
 from MaxText.kernels.mla.cases import TINY, random_inputs
 
 SCALE = (TINY["N"] + TINY["P"]) ** -0.5
@@ -69,7 +70,8 @@ def test_writing_fills_the_pages_of_the_row_and_drops_the_rest(layers):
 
 def test_a_row_that_two_ranks_share_is_in_the_one_with_its_pages():
   pool = jnp.full((2, 3, J, WIDTH), np.nan)
-  pages = Pages(pool, jnp.int32([[[3, 3]], [[2, 0]]]))
+  place = PageMesh(jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,)), ("data",))
+  pages = Pages(pool, jnp.int32([[[3, 3]], [[2, 0]]]), place=place)
   new = jax.random.normal(jax.random.key(1), (1, 11, WIDTH))
   after = pages.write(jnp.arange(11)[None], new)
   np.testing.assert_array_equal(after.read(0, 2 * J, jnp.int32([11]))[:, :11], new)

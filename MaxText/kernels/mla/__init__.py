@@ -11,10 +11,10 @@ from jaxtyping import Array, Float, Int
 from MaxText.common.choices import record
 from MaxText.kernels.mla.absorbed import mla_absorbed
 from MaxText.kernels.mla.direct import mla_direct
-from MaxText.kernels.mla.pages import PageMesh, Pages, Rows
+from MaxText.kernels.mla.pages import PageMesh, Pages, Rows, on_ranks
 from MaxText.kernels.mla.reference import mla_reference
 
-__all__ = ["MlaImpl", "PageMesh", "Pages", "Rows", "mla"]
+__all__ = ["MlaImpl", "PageMesh", "Pages", "Rows", "mla", "on_ranks"]
 
 MlaImpl = Literal["auto", "reference", "direct", "absorbed"]
 

@@ -33,6 +33,38 @@ class PageMesh:
   axes: tuple[str, ...]
 
 
+def on_ranks(
+  of_rank: Callable,
+  place: PageMesh | None,
+  pool: Float[Array, "*C Z G J Y"],
+  shared: Any,
+  *arrays: Shaped[Array, "Z ..."],
+  out_axis: int,
+) -> Array:
+  """Runs a function on every rank, each on its own devices.
+
+  Args:
+    of_rank: (pool of a rank, `shared`, arrays of a rank) -> array.
+    place: the devices of the Z ranks, or None for a single rank.
+    pool: [Z, G, J, Y], or [C, Z, G, J, Y] of stacked layers.
+    shared: arrays that every rank gets whole.
+    *arrays: [Z, ...] each.
+    out_axis: where the ranks come in the result.
+  """
+  axis = pool.ndim - 4
+
+  # a single rank a device: a batched scatter would copy the pool
+  def local(pool, shared, *arrays):
+    return jnp.expand_dims(of_rank(jnp.squeeze(pool, axis), shared, *[each[0] for each in arrays]), out_axis)
+
+  if place is None:
+    return local(pool, shared, *arrays)
+  split = lambda axis: PartitionSpec(*[None] * axis, place.axes)
+  in_specs = (split(axis), PartitionSpec(), *[split(0)] * len(arrays))
+  run = jax.shard_map(local, mesh=place.mesh, in_specs=in_specs, out_specs=split(out_axis))
+  return run(pool, shared, *arrays)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pages:
@@ -44,7 +76,7 @@ class Pages:
       is none. The Z*Q rows are those of the batch in order. Where they are more, each row of the batch has as
       many of them, neighbours, and one alone has pages.
     layer: which layer of a stacked pool, int32; None for a pool of its own. The stack is indexed, not sliced.
-    place: the devices of the ranks, or None for one that holds them all.
+    place: the devices of the ranks, or None for a single rank.
   """
 
   pool: Leaf
@@ -74,7 +106,7 @@ class Pages:
     J, B = self.page_size, length.shape[0]
     pages = jax.lax.dynamic_slice_in_dim(self.table, start // J, size // J, axis=2)
     gather = lambda pool, at, pages: pool.at[*at, pages].get(mode="fill", fill_value=0)
-    rows = self._on_ranks(gather, pages, out_axis=0)
+    rows = on_ranks(gather, self.place, self.pool, self._at, pages, out_axis=0)
     rows = rows.reshape(B, -1, size, rows.shape[-1])
     # of the ranks of one row all but one have no page, and gave 0
     rows = rows[:, 0] if rows.shape[1] == 1 else jnp.sum(rows, axis=1)
@@ -101,31 +133,14 @@ class Pages:
     page = jnp.take_along_axis(self.table, jnp.where(inside, slot // J, 0), axis=2)
     page = jnp.where(inside, page, G)
     scatter = lambda pool, at, page, row, new: pool.at[*at, page, row].set(new, mode="drop")
-    pool = self._on_ranks(scatter, page, slot % J, new, out_axis=self._rank_axis)
+    pool = on_ranks(
+      scatter, self.place, self.pool, self._at, page, slot % J, new, out_axis=self.pool.ndim - 4
+    )
     return dataclasses.replace(self, pool=pool)
 
   @property
-  def _rank_axis(self) -> int:
-    return self.pool.ndim - 4
-
-  def _on_ranks(self, of_rank: Callable, *arrays: Shaped[Array, "Z ..."], out_axis: int) -> Array:
-    """Runs a function of (pool of a rank, index of its layer if stacked, arrays of a rank) on every rank."""
-
-    def of_ranks(pool, at, *arrays):
-      axes = (self._rank_axis, None, *[0] * len(arrays))
-      return jax.vmap(of_rank, in_axes=axes, out_axes=out_axis)(pool, at, *arrays)
-
-    at = () if self.layer is None else (self.layer,)
-    if self.place is None:
-      return of_ranks(self.pool, at, *arrays)
-    split = lambda axis: PartitionSpec(*[None] * axis, self.place.axes)
-    run = jax.shard_map(
-      of_ranks,
-      mesh=self.place.mesh,
-      in_specs=(split(self._rank_axis), PartitionSpec(), *[split(0)] * len(arrays)),
-      out_specs=split(out_axis),
-    )
-    return run(self.pool, at, *arrays)
+  def _at(self) -> tuple[Int[Array, ""], ...]:
+    return () if self.layer is None else (self.layer,)
 
   def _by_rank(self, x: Shaped[Array, "B ..."]) -> Shaped[Array, "Z Q ..."]:
     """Gives each rank its rows of the batch; a row of several ranks goes to all of them."""
