@@ -169,7 +169,7 @@ def take_slot(pools: Pools, pages: Int[Array, "N"], row: SlotRow, place: PageMes
     if isinstance(layer, KdaCache):
       return jax.tree.map(lambda x: row.take_alone(x, is_stacked), layer)
     table = _own_pages(layer, pages, row, layer.latent.shape[is_stacked])
-    gather = lambda pool, _, pages: pool.at[_pages(pages, is_stacked)].get(mode="fill", fill_value=0)
+    gather = lambda pool, _, pages: pool.at[_pages(pages, is_stacked)].get(mode="fill", fill_value=0)[None]
     return LatentPool(_sum(on_ranks(gather, place, layer.latent, (), table, out_axis=0), 0))
 
   return map_layers(Pools, taken, pools)
@@ -223,7 +223,7 @@ def _own_pages(pool: LatentPool, pages: Int[Array, "N"], row: SlotRow, parts: in
 
 
 def _pages(pages: Int[Array, "N"], is_stacked: int):
-  return (slice(None), pages) if is_stacked else pages
+  return (*[slice(None)] * is_stacked, 0, pages)
 
 
 def _sum(parts: Shaped[Array, "..."], axis: int) -> Shaped[Array, "..."]:

@@ -44,7 +44,7 @@ def on_ranks(
   """Runs a function on every rank, each on its own devices.
 
   Args:
-    of_rank: (pool of a rank, `shared`, arrays of a rank) -> array.
+    of_rank: (pool with Z = 1, `shared`, arrays of a rank) -> array with an axis of 1 for the rank.
     place: the devices of the Z ranks, or None for a single rank.
     pool: [Z, G, J, Y], or [C, Z, G, J, Y] of stacked layers.
     shared: arrays that every rank gets whole.
@@ -53,9 +53,9 @@ def on_ranks(
   """
   axis = pool.ndim - 4
 
-  # a single rank a device: a batched scatter would copy the pool
+  # a device has one rank, which is indexed: batched or reshaped, a scatter would copy the pool
   def local(pool, shared, *arrays):
-    return jnp.expand_dims(of_rank(jnp.squeeze(pool, axis), shared, *[each[0] for each in arrays]), out_axis)
+    return of_rank(pool, shared, *[each[0] for each in arrays])
 
   if place is None:
     return local(pool, shared, *arrays)
@@ -105,7 +105,7 @@ class Pages:
     """
     J, B = self.page_size, length.shape[0]
     pages = jax.lax.dynamic_slice_in_dim(self.table, start // J, size // J, axis=2)
-    gather = lambda pool, at, pages: pool.at[*at, pages].get(mode="fill", fill_value=0)
+    gather = lambda pool, at, pages: pool.at[*at, 0, pages].get(mode="fill", fill_value=0)[None]
     rows = on_ranks(gather, self.place, self.pool, self._at, pages, out_axis=0)
     rows = rows.reshape(B, -1, size, rows.shape[-1])
     # of the ranks of one row all but one have no page, and gave 0
@@ -132,7 +132,7 @@ class Pages:
     inside = (slot >= 0) & (slot < self.capacity)
     page = jnp.take_along_axis(self.table, jnp.where(inside, slot // J, 0), axis=2)
     page = jnp.where(inside, page, G)
-    scatter = lambda pool, at, page, row, new: pool.at[*at, page, row].set(new, mode="drop")
+    scatter = lambda pool, at, page, row, new: pool.at[*at, 0, page, row].set(new, mode="drop")
     pool = on_ranks(
       scatter, self.place, self.pool, self._at, page, slot % J, new, out_axis=self.pool.ndim - 4
     )
