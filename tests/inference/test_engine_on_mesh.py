@@ -19,7 +19,6 @@ from MaxText.inference.scheduler import Scheduler
 from MaxText.inference.serving import Job, Observer, Tokens
 from MaxText.models.sharding import parameter_shardings
 from tests.inference.small_engine import MARGIN, SPECIAL
-from tests.kernels.compilation import compiling_quickly
 from tests.models.test_sharding import changed
 from tests.reference.generator import k3_config_json, write_checkpoint
 
@@ -66,26 +65,24 @@ def finish(engine, slot, tokens):
 def solo(directory):
   """Prompts and their answers on one device, one after the other; no choice hangs on a rounding error."""
   rng, answers = np.random.default_rng(3), []
-  with compiling_quickly():
-    engine = make_engine(directory, slots=1, pages=LONGEST // PAGE_SIZE)
-    for length in LENGTHS:
-      prompt = rng.integers(0, SHAPE["vocab_size"] - 4, length).tolist()
-      slot, *picked = start(engine, prompt, logprobs=2)
-      while engine.active[slot]:
-        picked.append(engine.decode())
-      engine.reset_slot(slot)
-      kept = np.concatenate([each.token[slot] for each in picked]) != NO_TOKEN
-      top = np.concatenate([each.top_logprobs[slot, :, :2] for each in picked])[kept]
-      assert np.min(top[:, 0] - top[:, 1]) > MARGIN
-      answers.append((prompt, [int(t) for each in picked for t in each.token[slot] if t != NO_TOKEN]))
+  engine = make_engine(directory, slots=1, pages=LONGEST // PAGE_SIZE)
+  for length in LENGTHS:
+    prompt = rng.integers(0, SHAPE["vocab_size"] - 4, length).tolist()
+    slot, *picked = start(engine, prompt, logprobs=2)
+    while engine.active[slot]:
+      picked.append(engine.decode())
+    engine.reset_slot(slot)
+    kept = np.concatenate([each.token[slot] for each in picked]) != NO_TOKEN
+    top = np.concatenate([each.top_logprobs[slot, :, :2] for each in picked])[kept]
+    assert np.min(top[:, 0] - top[:, 1]) > MARGIN
+    answers.append((prompt, [int(t) for each in picked for t in each.token[slot] if t != NO_TOKEN]))
   return answers
 
 
 @pytest.fixture(scope="module")
 def engine(directory):
-  with compiling_quickly():
-    made = make_engine(directory, changed({}, **SIZES))
-    made.warm_up()
+  made = make_engine(directory, changed({}, **SIZES))
+  made.warm_up()
   assert made.ranks == RANKS
   return made
 
@@ -166,11 +163,10 @@ def test_requests_that_come_and_go_answer_as_alone_on_one_device(engine, solo):
 )
 def test_other_layouts_answer_as_one_device(directory, solo, rules, sizes, ours, ranks):
   pages = PAGES if ranks < 8 else 2 * PAGES  # enough in each for the longest request
-  with compiling_quickly():
-    engine = make_engine(directory, changed(rules, **sizes), pages=pages, **ours)
-    engine.warm_up()
-    assert engine.ranks == ranks
-    answer_at_random(engine, solo, events=60, pages=pages)
+  engine = make_engine(directory, changed(rules, **sizes), pages=pages, **ours)
+  engine.warm_up()
+  assert engine.ranks == ranks
+  answer_at_random(engine, solo, events=60, pages=pages)
   # where latents are split over more axes than rows, those of a prompt are shown to all devices of its row
   excepted = {"_export", "_prefill"} if ranks == 8 else {"_export"}
   assert not any(moved(engine, name) for name in NAMES if name not in excepted)
