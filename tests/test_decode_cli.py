@@ -180,6 +180,7 @@ def test_adapters_of_packed_experts_and_of_attention_change_the_answer(answers, 
     assert answers(checkpoint, "prompt=x", *ARGS, f"adapters={file}", *mesh, *more)[0]["token_ids"] == packed
 
 
+@pytest.mark.slow  # tests/checkpoints restores the same tree; this adds the command's way to it
 def test_an_orbax_checkpoint_gives_the_same_answer(answers, checkpoint, tmp_path):
   save_orbax(load_params(checkpoint, loader.load(checkpoint)), tmp_path / "orbax", companions=checkpoint)
   want = answers(checkpoint, "prompt=x", *ARGS)
@@ -338,6 +339,7 @@ def test_a_reader_that_leaves_is_no_traceback(checkpoint):
 # --- many devices -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # tests/models/test_many_devices.py has the same programs without the command
 def test_a_mesh_gives_the_tokens_of_one_device(answers, run, checkpoint):
   request = [checkpoint, "prompt_ids=5,7,9", *ARGS]
   (alone,) = answers(*request)

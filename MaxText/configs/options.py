@@ -176,7 +176,7 @@ class TrainOptions(MeshOptions):
   has_mesh: ClassVar[bool] = True
 
   checkpoint: str | None
-  seed: int = Field(ge=0)
+  seed: int = Field(ge=0, lt=2**32)
   # --- run
   run_name: str | None
   base_output_directory: str

@@ -60,9 +60,12 @@ def packed_documents(
   """
   order = ordered(documents, seed, epochs, shard).map(Tokenized(tokenizer, end))
   vocabulary = hashlib.sha256(repr(tokenizer.encode(_SAMPLE)).encode()).hexdigest()[:12]
+  window = 1 if seed is None else window
   identity = {"documents": len(documents), "bytes": documents.size, "seed": seed, "shard": list(shard)}
-  identity |= {"vocabulary": vocabulary, "end": end, "grain_shuffle_buffer_size": window}
-  return shuffled_batches(PackedRows(order, length, threads, identity), batch, window, seed)
+  identity |= {"vocabulary": vocabulary, "end": end}
+  # a place in a window counts rows, so what is a row may not change
+  identity |= {"grain_shuffle_buffer_size": window, "max_target_length": length}
+  return shuffled_batches(PackedRows(order, length, threads, identity), batch, window, seed or 0)
 
 
 class Tokenized(grain.transforms.Map):
@@ -96,18 +99,19 @@ def ordered(
   return dataset.repeat(epochs)
 
 
-def shuffled_batches(rows: "PackedRows", batch: int, window: int, seed: int | None) -> grain.IterDataset:
+def shuffled_batches(rows: "PackedRows", batch: int, window: int, seed: int) -> grain.IterDataset:
   """Returns batches [B, T] with the keys that maxtext's loss reads; the last one is filled up with padding.
 
   Args:
     rows: packed.
     batch: rows B of a batch.
-    window: rows that are packed ahead and served in random order.
-    seed: of that order; None keeps the order of the stream.
+    window: rows that are packed ahead and served in random order; 1 keeps the order of the stream.
+    seed: of that order.
   """
-  shuffled: grain.IterDataset = rows
-  if seed is not None and window > 1:
-    shuffled = WindowShuffleIterDataset(rows, window_size=window, seed=seed)
+  seed = int(
+    np.random.SeedSequence(seed).generate_state(1)[0] >> 1
+  )  # grain adds the window's number, in 32 bits
+  shuffled = WindowShuffleIterDataset(rows, window_size=window, seed=seed)
   return shuffled.batch(batch, drop_remainder=False, batch_fn=functools.partial(_stacked, size=batch))
 
 

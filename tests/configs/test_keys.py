@@ -8,6 +8,7 @@ import pytest
 
 from MaxText.configs import yaml_text
 from MaxText.configs.loader import CONFIGS, load, load_command
+from MaxText.configs.mesh import MESH_AXES, size_key
 from MaxText.configs.options import COMMANDS
 from MaxText.configs.schema import Config
 from MaxText.kernels.grouped_matmul import Impl as MoeImpl
@@ -25,6 +26,7 @@ CONFIGS_ONLY = {
   "mla_use_nope": "validated: only true is possible",
   "published_extra": "written back on export",
   "bos_token_id": "written back on export; no prompt begins with it (spec 1.6)",
+  **{size_key(axis): "a size of the mesh" for axis in MESH_AXES},
 }
 
 

@@ -26,8 +26,9 @@ END = 300
 
 def batches(texts, batch=2, length=8, threads=0, seed=None, epochs=1, window=1):
   order = data.ordered(texts, seed, epochs, (0, 1)).map(data.Tokenized(Bytes(), END))
-  rows = data.PackedRows(order, length, threads, {"documents": len(texts), "seed": seed})
-  return data.shuffled_batches(rows, batch, window, seed)
+  identity = {"documents": len(texts), "seed": seed, "window": window, "length": length}
+  rows = data.PackedRows(order, length, threads, identity)
+  return data.shuffled_batches(rows, batch, window if seed is not None else 1, seed or 0)
 
 
 def streams(texts):
@@ -94,6 +95,60 @@ def test_a_stored_position_goes_on_exactly(stop, threads, resumed_threads, windo
   second = iter(batches(TEXTS, threads=resumed_threads, **settings))
   second.set_state(state)
   assert equal(list(second), whole[stop:])
+
+
+def test_the_batch_size_may_change_on_the_way():
+  rows = lambda found: [row for batch in found for row in batch["inputs"].tolist()]
+  settings = dict(seed=1, epochs=2, window=5)
+  first = iter(batches(TEXTS, batch=3, **settings))
+  begun = rows([next(first), next(first)])
+  second = iter(batches(TEXTS, batch=1, **settings))
+  second.set_state(first.get_state())
+  assert begun + rows(second) == rows(batches(TEXTS, batch=1, **settings))
+
+
+class Words:
+  """What packing asks of documents."""
+
+  size = 3
+
+  def __init__(self, texts):
+    self._texts = texts
+
+  def __len__(self):
+    return len(self._texts)
+
+  def __getitem__(self, number):
+    return self._texts[number]
+
+
+@pytest.mark.parametrize(
+  "before, after, message",
+  [
+    ({"window": 4}, {"window": 1}, "grain_shuffle_buffer_size 4 then, 1 now"),
+    ({"window": 1}, {"window": 4}, "grain_shuffle_buffer_size 1 then, 4 now"),
+    ({}, {"length": 16}, "max_target_length 8 then, 16 now"),
+    ({"seed": 3}, {"seed": None, "window": 4}, "seed 3 then, None now"),
+  ],
+)
+def test_a_place_in_other_rows_or_another_order_is_refused(before, after, message):
+  usual = dict(batch=2, length=8, seed=1)
+  first, second = (
+    iter(data.packed_documents(Words(TEXTS), Bytes(), END, **usual | keys)) for keys in (before, after)
+  )
+  next(first)
+  with pytest.raises(CheckpointError, match=message):
+    second.set_state(first.get_state())
+  unshuffled = [
+    iter(data.packed_documents(Words(TEXTS), Bytes(), END, **usual | {"seed": None, "window": n}))
+    for n in (3, 9)
+  ]
+  unshuffled[1].set_state(unshuffled[0].get_state())  # what shuffles nothing may change
+
+
+def test_the_largest_seed_shuffles_every_window():
+  settings = dict(seed=2**32 - 1, epochs=2, window=2)
+  assert len(predicted(batches(TEXTS, **settings))) == len(predicted(batches(TEXTS, epochs=2)))
 
 
 @pytest.mark.parametrize("window", [2, 7, 1000])

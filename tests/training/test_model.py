@@ -60,7 +60,7 @@ def documents():
 def packed(documents, length, batch=1):
   order = grain.MapDataset.source(documents)
   rows = data.PackedRows(order, length, 0, {"documents": len(documents)})
-  return [jax.tree.map(jnp.asarray, each) for each in data.shuffled_batches(rows, batch, 1, None)]
+  return [jax.tree.map(jnp.asarray, each) for each in data.shuffled_batches(rows, batch, 1, 0)]
 
 
 def alone(documents):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from MaxText import sft
 from MaxText.checkpoints.adapters import load_adapters
 from MaxText.checkpoints.layout import ParameterTree
 from MaxText.checkpoints.load import load_params
@@ -20,7 +21,7 @@ from MaxText.models.adapters import merged
 from MaxText.tokenizers.registry import load_tokenizer
 from tests.training.test_train import ASSETS, SMALL, losses, train
 
-pytestmark = pytest.mark.train
+pytestmark = [pytest.mark.train, pytest.mark.usefixtures("kept_programs")]
 LENGTH = 96
 LORA = "lora_rank=2 lora_targets=self_attn,shared_experts".split()
 CHATS = [
@@ -44,7 +45,7 @@ def run(base):
   """Three steps of adapters."""
   arguments = f"grain_train_files={base}/chats.jsonl steps=3 run_name=run max_target_length={LENGTH}".split()
   arguments += "learning_rate=0.05 warmup_steps_fraction=0 thinking=false per_device_batch_size=1".split()
-  done = train(base, base / "base", *arguments, *LORA, module="MaxText.sft")
+  done = train(base, base / "base", *arguments, *LORA, command=sft.main)
   assert done.returncode == 0, done.stderr[-2000:]
   return base / "run"
 

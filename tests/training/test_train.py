@@ -1,11 +1,14 @@
 """`python -m MaxText.train` as its user sees it: runs, goes on, stops, and says what is wrong in one line."""
 
+import contextlib
+import io
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -21,14 +24,18 @@ ROOT = Path(__file__).parents[2]
 ASSETS = ROOT / "MaxText" / "assets" / "kimi-k3-tiny"
 # a dense layer, two linear ones that the scan runs, a full one
 SMALL = "base_num_decoder_layers=4 full_attn_layers=[4] attn_res_block_size=2 base_emb_dim=32".split()
-STEPS = "steps=12 learning_rate_schedule_steps=12 max_target_length=32 learning_rate=0.01".split()
+# step 7 lies inside a window of rows, and later steps in other windows
+WINDOW = "grain_shuffle_buffer_size=5"
+STEPS = f"steps=12 {WINDOW} learning_rate_schedule_steps=12 max_target_length=32 learning_rate=0.01".split()
 
-pytestmark = pytest.mark.train
+ONE_DEVICE = ["mesh=fsdp", "ici_fsdp_parallelism=1"]
+
+pytestmark = [pytest.mark.train, pytest.mark.usefixtures("kept_programs")]
 
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
-  """A directory for runs and compiled programs, with weights to start from, a broken set, and texts."""
+  """A directory for runs, with weights to start from, a broken set, and texts."""
   path = tmp_path_factory.mktemp("train")
   cfg = loader.load("kimi-k3-tiny", [*SMALL, "expert_weights=dequantized", "scan_layers=true"])
   model = registry.build(cfg, nnx.Rngs(0))
@@ -42,18 +49,26 @@ def workplace(tmp_path_factory):
   return path
 
 
-def train(workplace, config, *arguments, module="MaxText.train"):
-  """Runs the command on one device; returns the finished process."""
+def train(workplace, config, *arguments, command=main):
+  """Runs the command in this process on one of its devices; returns its exit status and what it wrote."""
+  given = [str(config), *ONE_DEVICE, *arguments]
+  if not any(argument.startswith("base_output_directory") for argument in arguments):
+    given.append(f"base_output_directory={workplace}")
+  out, err = io.StringIO(), io.StringIO()
+  with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    status = command(given)
+  return subprocess.CompletedProcess(given, status, out.getvalue(), err.getvalue())
+
+
+def train_anew(workplace, config, *arguments):
+  """The same in a process of its own, which knows nothing of the runs before."""
   environment = os.environ | {
-    "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": "--xla_backend_optimization_level=0",  # one device, and little time in LLVM
-    "JAX_COMPILATION_CACHE_DIR": str(workplace / "programs"),
+    "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
     "PYTHONPATH": str(ROOT),
   }
-  command = [sys.executable, "-m", module, str(config), *arguments]
-  if not any(argument.startswith("base_output_directory") for argument in arguments):
-    command.append(f"base_output_directory={workplace}")
-  return subprocess.run(command, cwd=workplace, env=environment, capture_output=True, text=True, timeout=400)
+  given = [str(config), *ONE_DEVICE, *arguments, f"base_output_directory={workplace}"]
+  command = [sys.executable, "-m", "MaxText.train", *given]
+  return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
 
 
 def losses(directory):
@@ -62,7 +77,7 @@ def losses(directory):
 
 
 @pytest.fixture(scope="module")
-def runs(workplace):
+def runs(workplace, kept_programs):
   """An unbroken run of twelve steps, and one that stopped after seven and went on."""
   data = f"grain_train_files={workplace}/lines.jsonl"
   done = {"whole": train(workplace, "kimi-k3-tiny", *SMALL, *STEPS, data, "run_name=whole")}
@@ -70,7 +85,7 @@ def runs(workplace):
   done["first"] = train(
     workplace, "kimi-k3-tiny", *SMALL, *first, data, "run_name=parts", "steps=7", "grain_worker_count=0"
   )
-  done["rest"] = train(workplace, "kimi-k3-tiny", *SMALL, *STEPS, data, "run_name=parts")
+  done["rest"] = train_anew(workplace, "kimi-k3-tiny", *SMALL, *STEPS, data, "run_name=parts")
   for process in done.values():
     assert process.returncode == 0, process.stderr[-2000:]
   return done
@@ -91,7 +106,7 @@ def test_a_run_that_went_on_saw_the_same_tokens_and_has_the_same_losses_and_weig
   positions = [
     json.loads(next((run / "checkpoints/11/iter").glob("*.json")).read_text()) for run in (whole, parts)
   ]
-  assert positions[0] == positions[1] and positions[0]["document"] > 0
+  assert positions[0] == positions[1] and positions[0]["window_index"] > 3
   cfg = loader.load(whole)
   one, other = (ParameterTree(load_params(run, cfg, progress=False)).values for run in (whole, parts))
   assert all(np.array_equal(one[path], other[path]) for path in one)
@@ -107,8 +122,8 @@ def test_a_checkpoint_in_the_middle_is_read_too(runs, workplace):
 
 
 def refused(workplace, capfd, config, *arguments):
-  """Runs the command in this process, on its eight devices; returns the one line that it ends with."""
-  status = main([str(config), *arguments, f"base_output_directory={workplace}"])
+  """Runs the command in this process; returns the one line that it ends with."""
+  status = main([str(config), *ONE_DEVICE, *arguments, f"base_output_directory={workplace}"])
   written = capfd.readouterr()
   assert (status, written.out) == (2, "")
   assert written.err.startswith("error: ") and written.err.count("\n") == 1, written.err
