@@ -52,14 +52,19 @@ def pytest_addoption(parser):
 
 # the files that take longest; begun first, so that no process waits for another at the end
 LONGEST = (
-  "test_decode_cli",
   "test_train_mesh",
   "test_train",
+  "test_decode_cli",
   "test_laws",
+  "test_many_devices",
+  "test_sft",
+  "test_parity_k3",
+  "test_documents",
   "test_scheduler",
   "test_adapters",
-  "test_engine",
   "test_serve",
+  "test_engine_on_mesh",
+  "test_engine",
 )
 
 
