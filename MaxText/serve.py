@@ -35,7 +35,7 @@ CONFIG is a model name ({models}), a .yml file, a path inside the package
 
 examples:
   python -m MaxText.serve kimi-k3-tiny
-  python -m MaxText.serve DIR host=0.0.0.0 api_key=SECRET slots=16 max_target_length=32768
+  python -m MaxText.serve DIR host=0.0.0.0 api_key_file=FILE slots=16 max_target_length=32768
   python -m MaxText.serve DIR mesh=tpu7x-16 slots=64
   curl -s localhost:8000/v1/completions -d '{{"model": "kimi-k3-tiny", "prompt": "def main("}}'
 
@@ -78,7 +78,7 @@ def serve(config: str, cfg: Config, options: ServeOptions) -> None:
   Raises:
     UserError: something given cannot be served; nothing listens yet.
   """
-  from MaxText.inference import memory
+  from MaxText.inference import address, memory
   from MaxText.inference.model import find_layout
   from MaxText.inference.resources import ranks_of
 
@@ -91,6 +91,8 @@ def serve(config: str, cfg: Config, options: ServeOptions) -> None:
   memory.check_fits(cfg, options.slots, -(-pages // options.slots) * options.page_size)
   key = _api_key(options)
   listener = _listener(options.host, options.port)
+  if key is None:
+    address.warn_of_strangers(options.host, "api_key_file=FILE has a key that they must know")
   model, engine = load(config, cfg, options, context, pages, layout)
   from MaxText.inference.metrics import Metrics
   from MaxText.inference.openai_server import Limits, create_app

@@ -174,6 +174,20 @@ def test_a_mistake_is_one_line(arguments, words, capsys):
   assert words in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+  "keys, is_open",
+  [(["host=127.0.0.1"], False), (["host=0.0.0.0"], True), (["host=0.0.0.0", "api_key=a"], False)],
+)
+def test_a_server_that_strangers_may_ask_says_so(keys, is_open, capsys):
+  assert (
+    serve.main(["kimi-k3-tiny", "port=0", *keys, "vocab_size=2000"]) == 2
+  )  # told before anything is loaded
+  warning = (
+    "WARNING: host=0.0.0.0: anybody who reaches it may ask; api_key_file=FILE has a key that they must know"
+  )
+  assert capsys.readouterr().err.splitlines()[:-1] == [warning] * is_open
+
+
 def test_a_port_that_is_taken_is_told(server, capsys):
   port = server.url.rpartition(":")[2]
   assert serve.main(["kimi-k3-tiny", f"port={port}"]) == 2

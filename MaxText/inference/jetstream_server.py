@@ -5,11 +5,12 @@ requests that were taken end, and takes no more.
 """
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from MaxText.common import command
@@ -21,8 +22,10 @@ from MaxText.configs.schema import Config
 from MaxText.inference.compile_cache import compile_compactly, keep_programs
 
 if TYPE_CHECKING:
+  from MaxText.inference.jetstream_adapter import JetStreamMethods
   from MaxText.inference.jetstream_shim import JetStream
   from MaxText.inference.loading import Loaded
+  from MaxText.inference.prompts import Settings
 
 USAGE = "usage: python -m MaxText.inference.jetstream_server CONFIG key=value ...   (--help lists the keys)"
 HELP = """usage: python -m MaxText.inference.jetstream_server CONFIG key=value ...
@@ -42,9 +45,10 @@ How tokens are drawn is the same for all requests: JetStream's interface has no 
 
 JetStream queues without a bound, and goes on with a request whose client has left. Beside the slots that
 answer, one holds the prompt that is read before its turn. There is no key and no TLS: keep it to yourself.
-SIGTERM and SIGINT let what was taken end, up to drain_seconds; a second one ends at once. Exit status: 0, or
-2 for a mistake in what was given. Needs JetStream, with TensorFlow (the extra [jetstream], 3.2 GB) or without
-(the extra [jetstream-slim], then pip install --no-deps google-jetstream==0.2.2).
+SIGTERM and SIGINT let what was taken end, up to drain_seconds; a second one ends at once, as
+does the first before it says ready. Exit status: 0, or 2 for a mistake in what was given. Needs JetStream,
+with TensorFlow (the extra [jetstream], 3.2 GB) or without (the extra [jetstream-slim], then
+pip install --no-deps google-jetstream==0.2.2).
 
 keys and their defaults:"""
 
@@ -79,8 +83,15 @@ def serve(config: str, cfg: Config, options: JetStreamOptions) -> None:
   """
   from MaxText.inference import jetstream_shim, memory
   from MaxText.inference.loading import load_engine
+  from MaxText.inference.model import check_drops_nothing
+  from MaxText.inference.prompts import Settings
 
   jetstream = jetstream_shim.load()
+  check_drops_nothing(cfg)
+  settings = Settings(
+    temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed
+  )
+  settings.check(cfg.vocab_size)
   context = options.context(cfg.max_position_embeddings)
   slots, pages = options.slots + 1, -(-context // options.page_size)
   memory.check_fits(cfg, slots, pages * options.page_size)
@@ -90,13 +101,19 @@ def serve(config: str, cfg: Config, options: JetStreamOptions) -> None:
     shape |= {"max_target_length": context, "prefill_chunk": options.prefill_chunk}
     return load_engine(config, cfg, options.checkpoint, options.seed, **shape)
 
-  asyncio.run(_serve(jetstream, load, options))
+  asyncio.run(_serve(jetstream, load, settings, options))
 
 
-async def _serve(jetstream: "JetStream", load: "Callable[[], Loaded]", options: JetStreamOptions) -> None:
+async def _serve(
+  jetstream: "JetStream", load: "Callable[[], Loaded]", settings: "Settings", options: JetStreamOptions
+) -> None:
   """Takes the address, loads the model, and answers; a client that is early waits."""
   import grpc
 
+  from MaxText.inference import address
+
+  # asyncio would have Ctrl-C cancel this task, which waits for nothing while a model is loaded and compiled
+  signal.signal(signal.SIGINT, signal.default_int_handler)
   # two servers on one port would share its requests without a word
   server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
   host = f"[{options.host}]" if ":" in options.host else options.host
@@ -105,53 +122,64 @@ async def _serve(jetstream: "JetStream", load: "Callable[[], Loaded]", options: 
   except RuntimeError:
     raise InputError(f"host, port: cannot listen on {options.host}:{options.port}") from None
   print(f"listening on {host}:{port}", file=sys.stderr, flush=True)
-  await run(jetstream, server, load(), options)
+  address.warn_of_strangers(options.host, "there is no key to ask for")
+  await run(jetstream, server, load(), settings, options.drain_seconds)
 
 
-async def run(jetstream: "JetStream", server: Any, loaded: "Loaded", options: JetStreamOptions) -> None:
+async def run(
+  jetstream: "JetStream", server: Any, loaded: "Loaded", settings: "Settings", drain_seconds: float
+) -> None:
   """Answers until a signal, then lets what was taken end.
 
   Args:
     jetstream: its modules.
     server: of grpc.aio, with its address, not yet started.
     loaded: the model.
-    options: the keys of this command.
+    settings: how to sample, already checked.
+    drain_seconds: that what was taken may last after a signal.
   """
   from MaxText.inference import jetstream_service
   from MaxText.inference.jetstream_adapter import engine_class
-  from MaxText.inference.prompts import Settings
 
   engine, tokenizer, stop_ids = loaded
-  settings = Settings(
-    temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed
-  )
-  settings.check(tokenizer.vocab_size)
   adapter = engine_class(jetstream.engine_api)(engine, tokenizer, stop_ids, settings)
   began = time.monotonic()
   engine.warm_up()
-  driver = jetstream_service.driver(jetstream, adapter)
-  service = jetstream_service.service(jetstream, driver, adapter, tokenizer, stop_ids)
-  jetstream.services.add_OrchestratorServicer_to_server(service, server)
   stopped = _signalled()
-  await server.start()
-  slots, longest = adapter.max_concurrent_decodes, adapter.longest_prompt
-  held = f"{slots} requests at a time, prompts of up to {longest} tokens"
-  print(f"ready after {time.monotonic() - began:.0f} s: {held}", file=sys.stderr, flush=True)
-  await stopped.wait()
-  print("draining: what was taken may end, nothing more is taken", file=sys.stderr, flush=True)
-  await server.stop(options.drain_seconds)
-  adapter.close()
-  await asyncio.to_thread(driver.stop)
+  async with _driven(jetstream, adapter) as driver:
+    service = jetstream_service.service(jetstream, driver, adapter, tokenizer, stop_ids)
+    jetstream.services.add_OrchestratorServicer_to_server(service, server)
+    await server.start()
+    slots, longest = adapter.max_concurrent_decodes, adapter.longest_prompt
+    held = f"{slots} requests at a time, prompts of up to {longest} tokens"
+    print(f"ready after {time.monotonic() - began:.0f} s: {held}", file=sys.stderr, flush=True)
+    await stopped.wait()
+    print("draining: what was taken may end, nothing more is taken", file=sys.stderr, flush=True)
+    await server.stop(drain_seconds)
+
+
+@contextlib.asynccontextmanager
+async def _driven(jetstream: "JetStream", adapter: "JetStreamMethods") -> AsyncIterator[Any]:
+  """Yields JetStream's scheduler and ends it whatever happens: a thread of it would keep the process."""
+  from MaxText.inference import jetstream_service
+
+  driver = jetstream_service.driver(jetstream, adapter)
+  try:
+    yield driver
+  finally:
+    adapter.close()
+    await asyncio.to_thread(driver.stop)
 
 
 def _signalled() -> asyncio.Event:
-  """An event that the first signal sets; the second has its usual effect."""
+  """An event that the first signal sets; the second ends the process, and no thread of it is waited for."""
   loop, stopped = asyncio.get_running_loop(), asyncio.Event()
 
   def stop() -> None:
     stopped.set()
     for each in SIGNALS:
       loop.remove_signal_handler(each)
+      signal.signal(each, signal.SIG_DFL)
 
   for each in SIGNALS:
     loop.add_signal_handler(each, stop)

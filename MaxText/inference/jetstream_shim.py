@@ -52,7 +52,7 @@ def load() -> JetStream:
   """Returns the modules of JetStream, imported at the first call.
 
   Raises:
-    InputError: it is not installed, or something that it needs is not; says how to install it.
+    InputError: it cannot be imported, for want of it or of what it needs; says how to install it.
   """
   if not hasattr(jax, "tree_map"):
     jax.tree_map = jax.tree.map
@@ -63,6 +63,9 @@ def load() -> JetStream:
       from jetstream.engine import engine_api
   except ModuleNotFoundError as lacking:
     raise InputError(f"{lacking.name.partition('.')[0]} is not installed; {_INSTALL}") from None
+  except Exception as failure:  # protobuf and grpc have errors of their own for a version that does not fit
+    reason = f"{type(failure).__name__}: {' '.join(str(failure).split())}"
+    raise InputError(f"JetStream cannot be imported: {reason}; {_INSTALL}") from failure
   return JetStream(engine_api, orchestrator, jetstream_pb2, jetstream_pb2_grpc)
 
 

@@ -261,10 +261,19 @@ def find_layout(cfg: Config, options: MeshOptions) -> Layout | None:
     ConfigError: the mesh is none, or rows would be dropped that an answer needs.
     InputError: there are fewer devices.
   """
-  if cfg.moe_capacity_factor is not None:
-    raise ConfigError("moe_capacity_factor: an answer may not depend on its neighbours; decode drops nothing")
+  check_drops_nothing(cfg)
   mesh = loader.load_mesh(options)
   return None if mesh is None else build_layout(mesh)
+
+
+def check_drops_nothing(cfg: Config) -> None:
+  """Refuses a model that leaves out rows of its experts, as training may.
+
+  Raises:
+    ConfigError: rows would be dropped that an answer needs.
+  """
+  if cfg.moe_capacity_factor is not None:
+    raise ConfigError("moe_capacity_factor: an answer may not depend on its neighbours; decode drops nothing")
 
 
 def from_pretrained(directory: str | Path, dtype: str = "float32", **overrides: Any) -> Model:

@@ -26,27 +26,23 @@ ROOT = Path(__file__).parents[2]
 JETSTREAM = jetstream_shim.load()
 Request = JETSTREAM.messages.DecodeRequest
 ECHO = """
-import asyncio, sys
+import sys, time
 sys.path.insert(0, {root!r})
-import grpc
-from MaxText.configs.loader import load_command
-from MaxText.configs.options import JetStreamOptions
-from MaxText.inference import jetstream_server, jetstream_shim
-from MaxText.inference.loading import Loaded
+from MaxText.inference import jetstream_server, loading
 from MaxText.tokenizers.kimi import KimiTokenizer
 from tests.inference.echo_engine import STOP, EchoEngine
 from tests.locations import TINY
 
-async def serve():
-  server = grpc.aio.server()
-  print("listening on 127.0.0.1:%d" % server.add_insecure_port("127.0.0.1:0"), file=sys.stderr, flush=True)
-  loaded = Loaded(EchoEngine(max_target_length=64), KimiTokenizer.from_directory(TINY), (STOP,))
-  options = load_command("kimi-k3-tiny", sys.argv[1:], JetStreamOptions)[1]
-  loaded.engine.seconds = 0.002
-  await jetstream_server.run(jetstream_shim.load(), server, loaded, options)
+def load_engine(*_, **__):
+  time.sleep({loading})
+  engine = EchoEngine(max_target_length=64)
+  engine.seconds = {seconds}
+  return loading.Loaded(engine, KimiTokenizer.from_directory(TINY), (STOP,))
 
-asyncio.run(serve())
+loading.load_engine = load_engine
+sys.exit(jetstream_server.main(["kimi-k3-tiny", "port=0", *sys.argv[1:]]))
 """
+START_SECONDS = 300  # a real model is compiled meanwhile, maybe on a machine with other work
 COMMAND = "import sys; from MaxText.inference import jetstream_server as s; sys.exit(s.main(sys.argv[1:]))"
 
 
@@ -59,45 +55,76 @@ class Answer(NamedTuple):
   details: str = ""
 
 
+def echo_program(*, seconds=0.002, loading=0):
+  """The command around an `EchoEngine`; a step of it takes `seconds`, loading it `loading` seconds."""
+  return ECHO.format(root=str(ROOT), seconds=seconds, loading=loading)
+
+
 class Server:
-  """A process that serves, and a client of it.
+  """A process that serves, and a client of it once `wait_for` has seen that it listens.
 
   Attributes:
     process: which may be gone.
     log: lines of its stderr.
     address: where it listens.
+    channel: of the client.
+    stub: JetStream's client.
   """
 
   def __init__(self, program, *arguments, env=None):
     command = [sys.executable, "-c", program, *arguments]
     self.process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=env)
-    self.log = []
-    for line in self.process.stderr:
-      self.log.append(line)
-      if line.startswith("ready"):
-        break
-    [self.address] = re.findall(r"listening on (\S+)", "".join(self.log)) or [None]
-    assert self.log and self.log[-1].startswith("ready"), "".join(self.log)
-    self._reader = threading.Thread(target=lambda: self.log.extend(self.process.stderr), daemon=True)
+    self.log, self.channel = [], None
+    self._told, self._is_over = threading.Condition(), False
+    self._reader = threading.Thread(target=self._read, daemon=True)
     self._reader.start()
+
+  def _read(self):
+    for line in self.process.stderr:
+      with self._told:
+        self.log.append(line)
+        self._told.notify_all()
+    with self._told:
+      self._is_over = True
+      self._told.notify_all()
+
+  def wait_for(self, words, seconds=START_SECONDS):
+    """Waits for a line of the log that begins with `words`; fails at the end of the log, or too late."""
+    is_told = lambda: any(line.startswith(words) for line in self.log)
+    with self._told:
+      self._told.wait_for(lambda: is_told() or self._is_over, seconds)
+      assert is_told(), "".join(self.log)
+
+  def connect(self):
+    """Makes the client; it is connected once this returns."""
+    [self.address] = re.findall(r"listening on (\S+)", "".join(self.log))
     self.channel = grpc.insecure_channel(self.address)
     self.stub = JETSTREAM.services.OrchestratorStub(self.channel)
+    grpc.channel_ready_future(self.channel).result(60)
 
-  def ask(self, prompt=None, limit=50, **fields):
-    """Asks for the answer to a text or to ids, and waits for its end."""
+  def start(self, prompt=None, limit=50, **fields):
+    """Asks for the answer to a text or to ids, and returns the call."""
     if isinstance(prompt, str):
       fields["text_content"] = Request.TextContent(text=prompt)
     elif prompt is not None:
       fields["token_content"] = Request.TokenContent(token_ids=prompt)
+    return self.stub.Decode(Request(max_tokens=limit, **fields), timeout=120)
+
+  def finish(self, call):
+    """Waits for the end of an answer."""
     ids, text = [], []
     try:
-      for response in self.stub.Decode(Request(max_tokens=limit, **fields), timeout=120):
+      for response in call:
         [sample] = response.stream_content.samples
         ids += sample.token_ids
         text.append(sample.text)
     except grpc.RpcError as failure:
       return Answer(ids, "".join(text), failure.code(), failure.details())
     return Answer(ids, "".join(text))
+
+  def ask(self, prompt=None, limit=50, **fields):
+    """Asks as `start` does, and waits for the end."""
+    return self.finish(self.start(prompt, limit, **fields))
 
   def ask_all(self, *asked):
     """Asks everything at once, each with the arguments of `ask`."""
@@ -113,21 +140,39 @@ class Server:
       thread.join(120)
     return answers
 
-  def stop(self):
-    """Stops it by SIGTERM and returns its exit status."""
-    self.process.send_signal(signal.SIGTERM)
+  def stop(self, number=signal.SIGTERM):
+    """Stops it by a signal and returns its exit status."""
+    self.process.send_signal(number)
+    return self.wait()
+
+  def wait(self):
+    """Returns its exit status once it has ended; the log is whole then."""
     status = self.process.wait(30)
     self._reader.join(5)
     return status
+
+  def close(self):
+    """Ends it at once."""
+    self.process.kill()
+    self.process.wait()
+    if self.channel is not None:
+      self.channel.close()
+
+
+@contextlib.contextmanager
+def starting(program, *arguments, env=None):
+  """Starts a server that may not be ready yet, and ends it whatever happens."""
+  server = Server(program, *arguments, env=env)
+  try:
+    yield server
+  finally:
+    server.close()
 
 
 @contextlib.contextmanager
 def running(program, *arguments, env=None):
   """Runs a server, and ends it whatever happens."""
-  server = Server(program, *arguments, env=env)
-  try:
+  with starting(program, *arguments, env=env) as server:
+    server.wait_for("ready")
+    server.connect()
     yield server
-  finally:
-    server.process.kill()
-    server.process.wait()
-    server.channel.close()

@@ -1,23 +1,27 @@
 """JetStream's server around our engine, asked by JetStream's own client: limits, refusals, failures, text."""
 
+import asyncio
 import os
 import queue
+import signal
 import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
 
 from MaxText import serve
+from MaxText.common.command import EXIT_INTERRUPTED
 from MaxText.configs.loader import load_command
 from MaxText.configs.options import JetStreamOptions, ServeOptions
 from MaxText.inference import jetstream_server, jetstream_service
 from MaxText.inference.compile_cache import BACKEND_OPTIONS
+from MaxText.inference.loading import Loaded
 from MaxText.inference.prompts import Settings
 from MaxText.inference.serving import Ended, Job
 from MaxText.tokenizers.kimi import KimiTokenizer
 from tests.inference import echo_engine
-from tests.inference.jetstream_process import COMMAND, ECHO, JETSTREAM, ROOT, running
+from tests.inference.jetstream_process import COMMAND, JETSTREAM, echo_program, running, starting
 from tests.inference.served import serving
 from tests.locations import TINY
 
@@ -28,7 +32,7 @@ INVALID, INTERNAL = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL
 @pytest.fixture(scope="module")
 def echo():
   """A server whose engine answers a prompt with its own ids; two requests at a time."""
-  with running(ECHO.format(root=str(ROOT))) as server:
+  with running(echo_program()) as server:
     yield server
     status = server.stop()
     assert status == 0, "".join(server.log)
@@ -36,7 +40,7 @@ def echo():
 
 def test_it_is_alive_and_says_what_it_holds(echo):
   assert echo.stub.HealthCheck(JETSTREAM.messages.HealthCheckRequest()).is_live
-  assert "2 requests at a time, prompts of up to 63 tokens" in echo.log[-1]
+  assert "2 requests at a time, prompts of up to 63 tokens" in "".join(echo.log)
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 7])
@@ -125,23 +129,62 @@ def test_a_client_that_leaves_harms_nobody(echo):
   assert [answer.ids for answer in answers] == [[n] * 9 for n in range(6)]
 
 
-@pytest.mark.parametrize("drain_seconds", [10, 0])
-def test_sigterm_lets_requests_end_as_long_as_they_may(drain_seconds):
-  with running(ECHO.format(root=str(ROOT)), f"drain_seconds={drain_seconds}") as server:
-    answers = []
-    threads = [threading.Thread(target=lambda: answers.append(server.ask([6] * 31))) for _ in range(6)]
-    for thread in threads:
-      thread.start()
-    time.sleep(0.1)
-    status = server.stop()
-    for thread in threads:
-      thread.join(10)
-  assert status == 0 and "draining" in "".join(server.log)
-  assert len(answers) == 6
+@pytest.mark.parametrize("drain_seconds, seconds", [(60, 0.01), (0, 0.5)])
+def test_sigterm_lets_requests_end_as_long_as_they_may(drain_seconds, seconds):
+  with running(echo_program(seconds=seconds), f"drain_seconds={drain_seconds}") as server:
+    calls = [server.start([6] * 31) for _ in range(6)]
+    begun = next(calls[0]).stream_content.samples[0].token_ids
+    server.stub.HealthCheck(JETSTREAM.messages.HealthCheckRequest())  # behind the calls: they are all taken
+    with ThreadPoolExecutor(len(calls)) as readers:
+      answers = readers.map(server.finish, calls)
+      assert server.stop() == 0
+      answers = list(answers)
+  assert "draining" in "".join(server.log) and begun == [6]
   if drain_seconds:
-    assert [answer.ids for answer in answers] == [[6] * 31] * 6
-  else:
-    assert any(answer.code is not None for answer in answers)
+    assert [answer.ids for answer in answers] == [[6] * 30] + [[6] * 31] * 5
+  assert all((answer.code is None) == bool(drain_seconds) for answer in answers)
+
+
+@pytest.mark.parametrize("number", jetstream_server.SIGNALS)
+def test_a_second_signal_ends_the_process_at_once(number):
+  with running(echo_program(seconds=0.5), "drain_seconds=600") as server:
+    call = server.start([6] * 31)
+    next(call)
+    server.process.send_signal(number)
+    server.wait_for("draining", 30)
+    assert server.process.poll() is None
+    assert server.stop(number) == -number
+    assert server.finish(call).code is grpc.StatusCode.UNAVAILABLE
+
+
+def test_ctrl_c_ends_an_idle_server():
+  with running(echo_program()) as server:
+    assert server.stop(signal.SIGINT) == 0 and server.log[-1].startswith("draining")
+
+
+def test_ctrl_c_while_the_model_is_loaded_ends_at_once():
+  with starting(echo_program(loading=600)) as server:
+    server.wait_for("listening")
+    assert server.stop(signal.SIGINT) == EXIT_INTERRUPTED
+  assert server.log[-1] == "interrupted\n"
+
+
+def test_no_thread_of_jetstream_outlives_a_failure():
+  """One that stays would keep the process."""
+
+  async def serve_badly():
+    server = grpc.aio.server()
+    server.start = lambda: started.append(threads()) or 1 / 0
+    model = Loaded(echo_engine.EchoEngine(), TOKENIZER, (echo_engine.STOP,))
+    await jetstream_server.run(JETSTREAM, server, model, Settings(), 0)
+
+  threads = lambda: [
+    each for each in threading.enumerate() if isinstance(each, JETSTREAM.orchestrator.JetThread)
+  ]
+  started = []
+  with pytest.raises(ZeroDivisionError):
+    asyncio.run(serve_badly())
+  assert len(started[0]) == 4 and not threads()
 
 
 def test_the_assertion_that_jetstream_can_break_starts_its_thread_again():
@@ -201,7 +244,7 @@ def test_the_answers_are_those_of_the_http_server(over_http, programs_directory)
     for (ids, text), answer, of_ids in zip(over_http.values(), told, given_ids, strict=True):
       assert answer == (ids, text, None, "") and of_ids == (ids, "", None, "")
     assert server.stop() == 0
-  assert "".join(server.log[-1:]).startswith("draining")
+  assert server.log[-1].startswith("draining")
 
 
 @pytest.mark.parametrize(
@@ -211,11 +254,28 @@ def test_the_answers_are_those_of_the_http_server(over_http, programs_directory)
     (["kimi-k3-tiny", "slts=1"], "did you mean 'slots'"),
     (["kimi-k3-tiny", "steps_per_round=2"], "steps_per_round"),
     (["kimi-k3-tiny", "port=0", "vocab_size=2000"], "serving needs a tokenizer"),
+    (
+      ["kimi-k3-tiny", "seed=4294967296"],
+      "seed: got 4294967296, expected a whole number from 0 to 4294967295",
+    ),
+    (
+      ["kimi-k3-tiny", "moe_dispatch=ragged_all_to_all", "moe_capacity_factor=1.0"],
+      "moe_capacity_factor: an answer may not depend on its neighbours",
+    ),
   ],
 )
 def test_a_mistake_is_one_line(arguments, words, capsys):
   assert jetstream_server.main(arguments) == 2
-  assert words in capsys.readouterr().err.splitlines()[-1]
+  told = capsys.readouterr().err.splitlines()
+  assert words in told[-1]
+  assert len(told) == 1 or "usage" in told[0] or "port=0" in arguments  # before it listens
+
+
+@pytest.mark.parametrize("host, is_open", [("127.0.0.1", False), ("0.0.0.0", True)])
+def test_a_server_that_strangers_may_ask_says_so(host, is_open, capsys):
+  assert jetstream_server.main(["kimi-k3-tiny", "port=0", f"host={host}", "vocab_size=2000"]) == 2
+  warning = f"WARNING: host={host}: anybody who reaches it may ask; there is no key to ask for"
+  assert capsys.readouterr().err.splitlines()[1:-1] == [warning] * is_open
 
 
 def test_a_port_that_is_taken_is_told(echo, capsys):

@@ -1,9 +1,11 @@
 """JetStream imports without TensorFlow and quietly; where it is not installed, one line says what to do."""
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -52,6 +54,33 @@ def test_what_is_not_installed_is_told_with_both_ways_to_install_it(lacking, mon
   assert line.startswith(f"error: {lacking} is not installed; the JetStream server needs: ")
   assert 'pip install "maxtext-kimi-k3[jetstream]" (3.2 GB' in line
   assert '"maxtext-kimi-k3[jetstream-slim]" && pip install --no-deps google-jetstream==0.2.2' in line
+
+
+@pytest.mark.parametrize(
+  "failure", [ImportError("cannot import name 'x'"), TypeError("Descriptors\n are old")]
+)
+def test_a_version_that_does_not_fit_is_one_line(failure, monkeypatch, capsys):
+  """protobuf's generated code raises what it likes, over several lines."""
+
+  def fail(name, *_):
+    raise failure
+
+  for name in [name for name in sys.modules if name.split(".")[0] == "jetstream"]:
+    monkeypatch.delitem(sys.modules, name)
+  monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(find_spec=fail), *sys.meta_path])
+  assert jetstream_server.main(["kimi-k3-tiny"]) == 2
+  [line] = capsys.readouterr().err.splitlines()
+  told = f"{type(failure).__name__}: {' '.join(str(failure).split())}; the JetStream server needs: "
+  assert line.startswith(f"error: JetStream cannot be imported: {told}")
+
+
+def test_one_release_of_jetstream_is_named_everywhere():
+  texts = {
+    name: (ROOT / name).read_text("utf-8") for name in ("setup.sh", "pyproject.toml", "docs/serving.md")
+  }
+  texts |= {"help": jetstream_server.HELP, "shim": jetstream_shim.DISTRIBUTION}
+  for name, text in texts.items():
+    assert set(re.findall(r"google-jetstream==[\w.]+\b", text)) == {jetstream_shim.DISTRIBUTION}, name
 
 
 def test_a_vocabulary_of_seqio_cannot_be_opened():
