@@ -21,13 +21,15 @@ class Heard(Observer):
     between: seconds between the tokens of a job; those of one round share the time since the last one.
     new_tokens: tokens of all answers.
     preemptions: jobs that had to pause.
+    peak: most jobs that held a slot at once.
     reasons: why each job ended.
   """
 
-  def __init__(self):
+  def __init__(self, engine: Engine):
+    self._engine = engine
     self.first: list[float] = []
     self.between: list[float] = []
-    self.new_tokens = self.preemptions = 0
+    self.new_tokens = self.preemptions = self.peak = 0
     self.reasons: list[Reason] = []
 
   def first_token(self, seconds: float) -> None:
@@ -35,7 +37,8 @@ class Heard(Observer):
     self.first.append(seconds)
 
   def tokens(self, count: int, seconds: float | None) -> None:
-    """Notes the time since a job's last token."""
+    """Notes the time since a job's last token, and how many jobs it shared the engine with."""
+    self.peak = max(self.peak, self._engine.resources.used_slots)
     self.new_tokens += count
     if seconds is not None:
       self.between += [seconds / count] * count
@@ -65,7 +68,7 @@ def serve_load(
     prompts: token ids of each request, in order of arrival.
     warm_up: prompts to answer before the clock starts, one of each length.
     new_tokens: of every answer; no token ends one.
-    concurrency: requests that are on their way at once.
+    concurrency: requests that are on their way at once; the report has how many held a slot, too.
     on_end: called after each answer.
 
   Raises:
@@ -78,6 +81,7 @@ def serve_load(
   return {
     "requests": len(prompts),
     "concurrency": concurrency,
+    "peak_concurrency": heard.peak,
     "prompt_tokens": sum(map(len, prompts)),
     "new_tokens": heard.new_tokens,
     "time_in_s": seconds,
@@ -96,7 +100,7 @@ def _answer(
   concurrency: int,
   on_end: Callable[[], object],
 ) -> Heard:
-  heard, waiting, ended = Heard(), deque(prompts), 0
+  heard, waiting, ended = Heard(engine), deque(prompts), 0
   scheduler = Scheduler(engine, queue_limit=concurrency, observer=heard)
   settings = Settings(max_new_tokens=new_tokens, stop_ids=())
   arrived = 0

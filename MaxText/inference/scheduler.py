@@ -255,13 +255,21 @@ class Scheduler:
     return True
 
   def _has_room(self, tokens: int) -> bool:
-    """Whether a job may enter and leave a page for every other one of its rank; else it is soon out again."""
+    """Whether a job may enter and leave a page for each of its rank that may grow; else it is soon out."""
     resources = self._engine.resources
     rank = resources.choice(tokens)
     if rank is None:
       return False
-    others = sum(ticket.rank == rank for ticket in (*self._reading, *self._decoding))
-    return resources.free_pages_of(rank) >= resources.pages_for(tokens) + others
+    growing = sum(t.rank == rank and self._may_grow(t) for t in (*self._reading, *self._decoding))
+    return resources.free_pages_of(rank) >= resources.pages_for(tokens) + growing
+
+  def _may_grow(self, ticket: Ticket) -> bool:
+    """Whether a running job can still ask for a page that it does not own."""
+    engine, job = self._engine, ticket.job
+    # the last token picked is never read, and a dispatch wants room for all its steps wherever the answer ends
+    most = len(job.ids) + job.settings.max_new_tokens - 2 + engine.steps
+    needed = engine.resources.pages_for(min(most, engine.max_target_length))
+    return needed > len(engine.resources.owned(ticket.slot))
 
   def _read_chunk(self) -> None:
     """Reads one chunk of one prompt; the prompts take turns, so that a short one passes a long one."""

@@ -204,6 +204,7 @@ def test_sizes_are_those_of_the_arrays(benchmark, results):
 def test_requests_end_to_end_are_counted(results):
   load = results["end-to-end"]
   assert (load["requests"], load["concurrency"], load["new_tokens"]) == (5, SLOTS, 5 * NEW)
+  assert load["peak_concurrency"] == SLOTS
   assert load["prompt_tokens"] == 5 + 20 + 5 + 20 + 5
   assert len(load["time_to_first_token"]["samples_in_ms"]) == 5
   assert len(load["inter_token"]["samples_in_ms"]) == 5 * (NEW - 1)

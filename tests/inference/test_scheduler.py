@@ -321,6 +321,35 @@ def test_draining_ends_what_takes_too_long(engine, requests):
   assert scheduler._observer.heard["shutdown"] and engine.resources.used_slots == 0
 
 
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("length", [16, 17, 40])
+def test_as_many_requests_of_full_length_as_slots_run_at_once(length, steps):
+  """A pool of just their pages: none of them waits for a spare page, and none is paused."""
+  pages = 8 * -(-length // 16)
+  engine = ScriptedEngine(slots=8, pages=pages, page_size=16, max_target_length=length, steps=steps)
+  engine.answers = [[0] * 100]
+  scheduler = Scheduler(engine, queue_limit=16, observer=Counts())
+  started = [submit(scheduler, ([1] * (length - 8), None), max_new_tokens=8) for _ in range(16)]
+  scheduler.step()
+  assert (scheduler.snapshot.used_slots, scheduler.snapshot.waiting) == (8, 8)
+  run(scheduler)
+  assert scheduler._observer.heard == {"length": 16}
+  assert all(len(receiver.tokens) == 8 for _, receiver in started)
+
+
+def test_a_page_is_kept_for_a_job_that_may_grow_and_none_for_one_that_may_not():
+  engine = ScriptedEngine(slots=2, pages=2, page_size=16, max_target_length=32)
+  engine.answers = [[0] * 32]
+  for new_tokens, together in ((9, 2), (10, 1)):  # the last token picked is never read: 8 + 9 - 1 fill a page
+    scheduler = Scheduler(engine, observer=Counts())
+    for _ in range(2):
+      submit(scheduler, ([1] * 8, None), max_new_tokens=new_tokens)
+    scheduler.step()
+    assert scheduler.snapshot.used_slots == together
+    run(scheduler)
+    assert scheduler._observer.heard == {"length": 2}
+
+
 def test_the_emptier_rank_is_chosen_and_what_it_lacks_is_paid_in_it():
   """Two ranks of two slots: jobs spread over both, and growth in one never takes from the other."""
   engine = ScriptedEngine(slots=4, pages=24, page_size=2, max_target_length=24, ranks=2)
