@@ -46,7 +46,8 @@ class Bytes(NamedTuple):
   """Bytes that one pass reads and writes.
 
   Attributes:
-    weights: every parameter but routed experts and the table of embeddings, and the rows that it looks up.
+    weights: every parameter but routed experts and the table of embeddings, and the rows that it looks up; the
+      head only where logits are computed.
     experts: routed experts that the tokens can choose, as they lie in memory.
     state: recurrent state and convolution windows of linear attention, read and written.
     latents: cache rows of full attention, read for the tokens before and written for the new ones.
@@ -95,12 +96,13 @@ def pass_flops(cfg: Config, rows: int, tokens: int, context: int, logits: int) -
   )
 
 
-def pass_bytes(cfg: Config, rows: int, tokens: int, context: int) -> Bytes:
+def pass_bytes(cfg: Config, rows: int, tokens: int, context: int, logits: int) -> Bytes:
   """Returns the bytes of one pass; arguments as `pass_flops`."""
   size, item = counts.count(cfg), ITEM_BYTES[cfg.parameter_dtype]
   moe, expert = moe_layers(cfg), expert_parameters(cfg)
-  table = 0 if cfg.logits_via_embedding else cfg.vocab_size * cfg.base_emb_dim
-  plain = size.total - size.float32 - moe * cfg.num_experts * expert - table
+  table = cfg.vocab_size * cfg.base_emb_dim
+  unread = table * ((not cfg.logits_via_embedding) + (not logits))  # the table of embeddings; the head
+  plain = size.total - size.float32 - moe * cfg.num_experts * expert - unread
   looked_up = rows * tokens * cfg.base_emb_dim
   reached = reached_experts(cfg, rows * tokens)
   return Bytes(

@@ -130,7 +130,11 @@ class Microbenchmark:
     chunk = self._engine.prefill_chunk_size
     starts = range(0, length, chunk)
     flops = costs.pass_flops(self._cfg, 1, length, 0, logits=1)._asdict()
-    each = [costs.pass_bytes(self._cfg, 1, min(chunk, length - start), start) for start in starts]
+    # logits are computed once, of the last token
+    each = [
+      costs.pass_bytes(self._cfg, 1, min(chunk, length - start), start, logits=start == starts[-1])
+      for start in starts
+    ]
     moved = dict(zip(costs.Bytes._fields, map(sum, zip(*each))))
     tflops = sum(flops.values()) / 1e12 / self._devices
     report = _timed("time_in_ms", seconds)
@@ -213,7 +217,7 @@ class Microbenchmark:
   def _decode_report(self, batch: int, context: float, seconds: Sequence[float]) -> Results:
     step = float(np.median(seconds))
     flops = costs.pass_flops(self._cfg, batch, 1, round(context), logits=batch)
-    moved = costs.pass_bytes(self._cfg, batch, 1, round(context))
+    moved = costs.pass_bytes(self._cfg, batch, 1, round(context), logits=batch)
     return _timed("step_in_ms", seconds) | {
       "step_in_ms_per_seq": 1e3 * step / batch,
       "global_batch_size": batch,

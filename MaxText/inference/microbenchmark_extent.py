@@ -62,7 +62,8 @@ def _needs(options: MicrobenchmarkOptions) -> Iterator[tuple[str, int, int]]:
   stages = options.inference_microbenchmark_stages
   longest = max(options.inference_microbenchmark_prefill_lengths)
   new = sum(steps(options.inference_microbenchmark_loop_iters, options.steps_per_round)) + 1
-  yield "prefill_lengths", longest, 1
+  if {"prefill", "insert", "prefill-multisampling"} & set(stages):
+    yield "prefill_lengths", longest, 1
   if "generate" in stages:
     yield "prefill_lengths", longest, new
   if "end-to-end" in stages:

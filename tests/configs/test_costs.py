@@ -36,7 +36,7 @@ def test_a_decode_step_of_the_tiny_model_by_hand():
   # on the latents: lift and lower with [32 + 48, 64] a head, 11 tokens of 64 + 16 scored and of 64 mixed
   assert flops.attention == 2 * 3 * 3 * 4 * (80 * 64 + 11 * (80 + 64))
   assert flops.head == 2 * 3 * 1024 * 144
-  moved = costs.pass_bytes(cfg, rows=3, tokens=1, context=10)
+  moved = costs.pass_bytes(cfg, rows=3, tokens=1, context=10, logits=3)
   assert moved.experts == 8 * 12 * expert * 17 // 32  # 3 rows x 4 experts, 4.25 bits a weight
   assert moved.state == 2 * 3 * 6 * 4 * (4 * 32 * 32 + 3 * 3 * 128)
   assert moved.latents == 3 * 11 * 3 * (64 + 16) * 4
@@ -58,11 +58,27 @@ def test_a_prompt_in_chunks_scores_as_many_pairs():
   assert sum(chunks) - whole == 2 * 3 * 4 * 256 * 80 * 64
 
 
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_prompt_in_chunks_reads_the_head_once(is_tied):
+  """Without logits a pass reads of the two tables the rows of its tokens, and nothing else."""
+  cfg = k3_config().model_copy(update={"logits_via_embedding": is_tied})
+  D, item = cfg.base_emb_dim, 4
+  table = cfg.vocab_size * D * item
+  first, last = (costs.pass_bytes(cfg, 1, 16, start, logits) for start, logits in ((0, 0), (16, 1)))
+  assert last.weights - first.weights == table
+  assert first._replace(weights=0, latents=0) == last._replace(weights=0, latents=0)
+  size = counts.count(cfg)
+  rest = size.total * item - costs.moe_layers(cfg) * cfg.num_experts * costs.expert_parameters(cfg) * item
+  assert first.weights == rest - (1 if is_tied else 2) * table + 16 * D * item
+
+
 def test_published_models_keep_their_state_and_grow_by_their_latents():
   k3, linear = load("kimi-k3", ["dtype=bfloat16"]), load("kimi-linear-48b-a3b", ["dtype=bfloat16"])
   # 69 linear layers of 96 heads, float32 states of 128 x 128 and three taps of q, k and v in bfloat16
   assert costs.state_bytes(k3) == 69 * (96 * 128 * 128 * 4 + 3 * 3 * 96 * 128 * 2)
   assert costs.latent_bytes(k3) == 24 * 576 * 2
+  # the figures of docs/performance.md
+  assert (round(costs.state_bytes(k3) / 1e6), costs.latent_bytes(k3)) == (449, 27_648)
   assert costs.latent_bytes(linear) == 7 * 576 * 2
 
 
@@ -74,7 +90,7 @@ def test_bytes_of_a_full_batch_are_those_of_the_parameters(cfg):
   experts = sum(size(path) for path in leaves if "experts" in path)
   table = sum(size(path) for path in leaves if "embed_tokens" in path)
   rest = sum(map(size, leaves)) - experts - table
-  moved = costs.pass_bytes(cfg, rows=cfg.num_experts, tokens=1, context=0)
+  moved = costs.pass_bytes(cfg, rows=cfg.num_experts, tokens=1, context=0, logits=cfg.num_experts)
   assert moved.experts == experts
   assert moved.weights == rest + cfg.num_experts * table // cfg.vocab_size
 
@@ -96,7 +112,7 @@ def test_matrices_are_the_active_parameters_without_vectors(cfg):
 
 def test_linear_attention_is_flat_and_full_attention_linear_in_the_context():
   cfg = load("kimi-k3-tiny")
-  moved = [costs.pass_bytes(cfg, 4, 1, context) for context in (99, 199, 299)]
+  moved = [costs.pass_bytes(cfg, 4, 1, context, 4) for context in (99, 199, 299)]
   assert len({(each.weights, each.experts, each.state) for each in moved}) == 1
   assert moved[1].latents - moved[0].latents == moved[2].latents - moved[1].latents == 4 * 100 * 960
   flops = [costs.pass_flops(cfg, 4, 1, context, 4) for context in (99, 199, 299)]

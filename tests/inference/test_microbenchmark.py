@@ -165,6 +165,14 @@ def test_rates_are_the_work_over_the_time(results):
   assert prompt["chunks"] == 2  # 16 and 4 tokens
 
 
+def test_a_prompt_of_two_chunks_moves_the_weights_twice_and_the_head_once(results, loaded):
+  cfg, _ = loaded
+  one, two = (results["prefill"][length]["bytes"]["weights"] for length in LENGTHS)
+  row = 4 * cfg.base_emb_dim
+  looked_up = (LENGTHS[1] - 2 * LENGTHS[0]) * row
+  assert two == 2 * one + looked_up - cfg.vocab_size * row
+
+
 def test_the_sweep_shows_flat_state_and_linear_latents(results):
   sweep = results["sweep"]
   assert tuple(sweep["batch"]) == (1, SLOTS) and tuple(sweep["context"]) == CONTEXTS
@@ -332,6 +340,14 @@ def test_a_mistake_is_one_line(overrides, words, capsys):
   assert command.main(["kimi-k3-tiny", *overrides]) == 2
   printed = capsys.readouterr()
   assert words in printed.err.splitlines()[-1] and printed.out == ""
+
+
+@pytest.mark.parametrize("stage", ["sweep", "generate", "prefill", "insert", "prefill-multisampling"])
+def test_a_stage_bounds_the_engine_by_the_keys_that_it_reads(stage):
+  keys = [f"{PREFIX}stages={stage}", f"{PREFIX}prefill_lengths=600", f"{PREFIX}context_lengths=100"]
+  reach = extent(*load_command("kimi-k3-tiny", keys, MicrobenchmarkOptions))
+  timed = 12 + 1  # steps of a decoding, and the first token of the answer
+  assert reach.max_target_length == {"sweep": 100 + timed, "generate": 600 + timed}.get(stage, 600 + 1)
 
 
 def test_a_model_that_does_not_fit_is_refused_at_once(monkeypatch, capsys):
