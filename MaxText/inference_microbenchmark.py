@@ -1,15 +1,16 @@
 """`python -m MaxText.inference_microbenchmark CONFIG key=value ...`: times what serving is made of.
 
 The results go to stdout as JSON, under the names of maxtext's own benchmark; everything else goes to stderr.
-A user's mistake is one line on stderr and exit status 2, before anything is measured.
+A user's mistake is one line on stderr and exit status 2, before anything is measured where it shows by then;
+what was measured before a later failure is printed all the same.
 """
 
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from MaxText.common import command
 from MaxText.common.errors import InputError
@@ -73,10 +74,10 @@ def measure(config: str, cfg: Config, options: MicrobenchmarkOptions) -> None:
     options: the keys of this command.
 
   Raises:
-    UserError: something given cannot be measured or written; nothing was measured then.
+    UserError: something given cannot be measured, or no longer be written; stdout has what was measured.
   """
   from MaxText.inference import memory
-  from MaxText.inference.microbenchmark_extent import extent
+  from MaxText.inference.microbenchmark_extent import attention_bytes, extent
   from MaxText.inference.microbenchmark_plot import check_plot, plot
 
   reach = extent(cfg, options)
@@ -87,19 +88,39 @@ def measure(config: str, cfg: Config, options: MicrobenchmarkOptions) -> None:
   if picture is not None:
     check_plot(Path(picture))
   # before the slow imports: a model of terabytes is refused at once
-  memory.check_fits(cfg, options.slots, -(-reach.pages // options.slots) * options.page_size)
+  capacity = -(-reach.pages // options.slots) * options.page_size
+  memory.check_fits(cfg, options.slots, capacity, beside=attention_bytes(cfg, options))
   benchmark, words = load(config, cfg, options, reach)
   from MaxText.inference.microbenchmark import summary
 
-  results = benchmark.run()
-  results["environment"]["weights"] = words
-  text = json.dumps(results, indent=2)
-  print(text, flush=True)
-  if log is not None:
-    Path(log).write_text(text + "\n", encoding="utf-8")
-  if picture is not None:
-    plot(results, Path(picture))
+  results = run(benchmark, words)
   print("\n".join(summary(results)), file=sys.stderr)
+  if log is not None:
+    text = json.dumps(results, indent=2) + "\n"
+    _write(
+      "inference_microbenchmark_log_file_path", log, lambda path: path.write_text(text, encoding="utf-8")
+    )
+  if picture is not None:
+    _write("inference_microbenchmark_plot_path", picture, lambda path: plot(results, path))
+
+
+def run(benchmark: "Microbenchmark", weights: str) -> dict[str, Any]:
+  """Runs all stages and prints the results; returns them.
+
+  Args:
+    benchmark: on its engine.
+    weights: where they came from, in words.
+
+  Raises:
+    InputError: an answer broke off; what was measured before is printed.
+  """
+  try:
+    benchmark.run()
+  finally:  # neither a stage that fails nor an interrupt takes the stages before it along
+    results = benchmark.report()
+    results["environment"]["weights"] = weights
+    print(json.dumps(results, indent=2), flush=True)
+  return results
 
 
 def load(
@@ -138,6 +159,14 @@ def _check_writable(key: str, name: str | None) -> None:
     raise InputError(f"{key}: {name}: no directory {path.parent}")
   if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
     raise InputError(f"{key}: {name}: cannot be written")
+
+
+def _write(key: str, name: str, write: Callable[[Path], object]) -> None:
+  try:
+    write(Path(name))
+  except OSError as failure:
+    reason = failure.strerror or failure
+    raise InputError(f"{key}: {name}: cannot be written ({reason}); the results are on stdout") from None
 
 
 def _help() -> Iterator[str]:

@@ -46,8 +46,8 @@ class Bytes(NamedTuple):
   """Bytes that one pass reads and writes.
 
   Attributes:
-    weights: every parameter but routed experts and the table of embeddings, and the rows that it looks up; the
-      head only where logits are computed.
+    weights: every parameter but routed experts and the table of embeddings, and the rows that it looks up;
+      the head only where logits are computed.
     experts: routed experts that the tokens can choose, as they lie in memory.
     state: recurrent state and convolution windows of linear attention, read and written.
     latents: cache rows of full attention, read for the tokens before and written for the new ones.
@@ -131,6 +131,18 @@ def latent_bytes(cfg: Config) -> int:
 def latent_values(cfg: Config) -> int:
   """Returns the numbers that one token leaves in all full-attention layers."""
   return len(cfg.full_attn_layers) * cfg.latent_width
+
+
+def attention_kinds(cfg: Config) -> list[str]:
+  """Returns the kinds of attention that the model has, "kda" and "mla"."""
+  return sorted({cfg.layer_kind(layer) for layer in range(cfg.base_num_decoder_layers)})
+
+
+def layer_memory_bytes(cfg: Config, kind: str) -> int:
+  """Returns what one attention layer holds: "kda" of a slot, "mla" of a token."""
+  if kind == "mla":
+    return latent_bytes(cfg) // len(cfg.full_attn_layers)
+  return state_bytes(cfg) // _linear_layers(cfg)
 
 
 def moe_layers(cfg: Config) -> int:

@@ -78,6 +78,11 @@ def count(cfg: Config) -> Counts:
   )
 
 
+def attention_parameters(cfg: Config, kind: str) -> int:
+  """Returns the parameters of one attention layer of a kind, "kda" or "mla"."""
+  return sum(piece.parameters for piece in (_kda(cfg) if kind == "kda" else _mla(cfg)))
+
+
 def _top(cfg: Config) -> Iterator[Piece]:
   D, table = cfg.base_emb_dim, cfg.vocab_size * cfg.base_emb_dim
   yield Piece(1, D)

@@ -178,6 +178,12 @@ class Engine:
     self._run(self._prefill, np.int32(slot), self.resources.table[slot].copy(), *pieces)
     self._length[slot] += len(ids)
 
+  def read(self, slot: int, ids: Sequence[int]) -> Picked:
+    """Reads a whole prompt, chunk by chunk, and picks the first token, as `begin` does."""
+    for start in range(0, len(ids), self.prefill_chunk_size):
+      self.prefill_chunk(slot, ids[start : start + self.prefill_chunk_size])
+    return self.begin(slot)
+
   def begin(self, slot: int) -> Picked:
     """Picks the first token of a slot whose prompt was read; `decode` goes on with it."""
     return self._picked(self._begin, np.int32(slot))

@@ -285,15 +285,13 @@ class JetStreamMethods:
 
   def _read(self, answer: Answer, ids: list[int]) -> None:
     """Reads a whole prompt into a slot; the answers wait for it, as JetStream would have it anyway."""
-    engine, size = self._engine, self.prefill_chunk_size
+    engine = self._engine
     self._turn.wait_for(lambda: self._is_closed or engine.resources.free_slots)
     answer.slot = engine.insert(len(ids), self._settings, self._stop_ids)
     if answer.slot is None:
       raise InputError("the server stops, and no slot is free for a prompt that waits")
     self._holders.add(answer)
-    for start in range(0, len(ids), size):
-      engine.prefill_chunk(answer.slot, ids[start : start + size])
-    self._take(answer, engine.begin(answer.slot))
+    self._take(answer, engine.read(answer.slot, ids))
 
   def _step(self) -> None:
     """Picks the next token of every answer that has none pending."""

@@ -20,18 +20,19 @@ _CGROUPS = (  # limit, use and statistics of a container, in versions 2 and 1 of
 )
 
 
-def check_fits(cfg: Config, batch: int = 1, capacity: int = 1) -> None:
+def check_fits(cfg: Config, batch: int = 1, capacity: int = 1, beside: int = 0) -> None:
   """Refuses a model that is larger than the memory at hand.
 
   Args:
     cfg: the model and the dtypes to hold.
     batch: rows that decode together.
     capacity: cache slots of each row.
+    beside: bytes of what else is allocated.
 
   Raises:
     InputError: with what is needed and what there is.
   """
-  weights, caches = weight_bytes(cfg), cache_bytes(cfg, batch, capacity)
+  weights, caches = weight_bytes(cfg), cache_bytes(cfg, batch, capacity) + beside
   held, place = available_bytes()
   if weights + caches > held:
     raise InputError(

@@ -54,10 +54,15 @@ class Microbenchmark:
     self._random = np.random.default_rng(options.seed)
     self._lengths = list(dict.fromkeys(options.inference_microbenchmark_prefill_lengths))
     self._rounds = options.inference_microbenchmark_loop_iters
+    self._results: Results = {}
     self._compile: Results = {"engine": {"seconds": engine.compile_seconds, "programs": engine.program_count}}
 
   def run(self) -> Results:
-    """Runs the stages that the options name, in order, and returns everything that was measured."""
+    """Runs the stages that the options name, in order, and returns everything that was measured.
+
+    Raises:
+      InputError: an answer broke off; `report` has what the stages before that measured.
+    """
     stages: dict[str, Callable[[], Results]] = {
       "insert": self.insert,
       "prefill": self.prefill,
@@ -69,16 +74,20 @@ class Microbenchmark:
     wanted = set(self._options.inference_microbenchmark_stages)
     if "prefill" in wanted:
       wanted.add("insert")  # maxtext's stage of that name reports both
-    results: Results = {}
+    self._results = {}
     for name, stage in stages.items():
       if name in wanted:
         seconds, programs = self._engine.compile_seconds, self._engine.program_count
-        results |= stage()
+        self._results |= stage()
         self._compile[name] = {
           "seconds": self._engine.compile_seconds - seconds,
           "programs": self._engine.program_count - programs,
         }
-    results |= {"sizes": self.sizes(), "compile": self._compile}
+    return self.report()
+
+  def report(self) -> Results:
+    """Returns what was measured so far, and on what."""
+    results = self._results | {"sizes": self.sizes(), "compile": self._compile}
     results |= {"device_memory": measurement.device_memory(), "environment": self._environment()}
     return results | {"flattened_results": dict(measurement.flattened(results))}
 
@@ -98,7 +107,7 @@ class Microbenchmark:
     times = {L: ([], [], []) for L in self._lengths}
     for L, is_timed in self._turns("prefill", self._lengths):
       ids, slot = self._prompt(L), self._entered(L)
-      read, _ = self._clocked(self._read, slot, ids)
+      read, _ = self._clocked(self._engine.read, slot, ids)
       leave, moved = self._clocked(self._engine.export_slot, slot)
       self._engine.reset_slot(slot)
       back, slot = self._clocked(self._engine.import_slot, moved)
@@ -302,17 +311,11 @@ class Microbenchmark:
       raise RuntimeError("the engine is smaller than `extent` says")
     return slot
 
-  def _read(self, slot: int, ids: Sequence[int]) -> None:
-    chunk = self._engine.prefill_chunk_size
-    for start in range(0, len(ids), chunk):
-      self._engine.prefill_chunk(slot, ids[start : start + chunk])
-    self._engine.begin(slot)
-
   def _began(self, prompts: Sequence[Sequence[int]], new_tokens: int = 1) -> list[int]:
     slots = []
     for ids in prompts:
       slots.append(self._entered(len(ids), new_tokens))
-      self._read(slots[-1], ids)
+      self._engine.read(slots[-1], ids)
     return slots
 
   def _free(self, slots: Sequence[int]) -> None:

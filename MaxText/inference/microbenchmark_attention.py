@@ -37,46 +37,51 @@ def step(layer: nnx.Module, cache: Memory, x: Float[Array, "B 1 D"]) -> tuple[Me
 def attention_steps(
   cfg: Config, batch: int, contexts: Sequence[int], page_size: int, rounds: int, warm_up: int
 ) -> dict[str, Any]:
-  """Times both kinds by turns.
+  """Times each kind, its contexts by turns; only one kind is in memory at a time.
 
   Args:
     cfg: the model.
     batch: B, rows side by side.
     contexts: tokens that each row holds before the step.
     page_size: J, tokens of a page.
-    rounds: timings of each kind at each context.
+    rounds: timings of a kind at each context.
     warm_up: rounds before them that do not count.
 
   Returns:
     of each kind that the model has, "kda" and "mla": context -> milliseconds of a step of one layer, and the
     bytes that it reads and writes of its memory; and the seconds that compiling took.
   """
-  kinds = {kind: _Layer(kind, cfg, batch, max(contexts), page_size) for kind in _kinds(cfg)}
-  times = {(kind, context): [] for kind in kinds for context in contexts}
+  reports: dict[str, Any] = {}
+  compile_seconds = 0.0
+  for kind in costs.attention_kinds(cfg):
+    times, seconds = _kind_times(kind, cfg, batch, contexts, page_size, rounds, warm_up)
+    compile_seconds += seconds
+    reports[kind] = {
+      context: {"step_in_ms": 1e3 * float(np.median(samples))}
+      | distribution(samples)
+      | {"memory_bytes": batch * _memory_bytes(cfg, kind, context)}
+      for context, samples in times.items()
+    }
+  return reports | {"compile_seconds": compile_seconds}
+
+
+def _kind_times(
+  kind: str, cfg: Config, batch: int, contexts: Sequence[int], page_size: int, rounds: int, warm_up: int
+) -> tuple[dict[int, list[float]], float]:
+  """Context -> seconds of the steps of one kind, and the seconds of compiling; nothing of it stays."""
+  layer = _Layer(kind, cfg, batch, max(contexts), page_size)
+  times: dict[int, list[float]] = {context: [] for context in contexts}
   for number in range(warm_up + rounds):
-    for kind, context in times:
-      seconds = kinds[kind].seconds(context)
-      times[kind, context] += [seconds] * (number >= warm_up)
-
-  def report(kind, context):
-    samples = times[kind, context]
-    timed = {"step_in_ms": 1e3 * float(np.median(samples))} | distribution(samples)
-    return timed | {"memory_bytes": batch * _memory_bytes(cfg, kind, context)}
-
-  reports = {kind: {context: report(kind, context) for context in contexts} for kind in kinds}
-  return reports | {"compile_seconds": sum(layer.compile_seconds for layer in kinds.values())}
-
-
-def _kinds(cfg: Config) -> list[str]:
-  return sorted({cfg.layer_kind(layer) for layer in range(cfg.base_num_decoder_layers)})
+    for context, samples in times.items():
+      seconds = layer.seconds(context)
+      samples += [seconds] * (number >= warm_up)
+  return times, layer.compile_seconds
 
 
 def _memory_bytes(cfg: Config, kind: str, context: int) -> int:
-  """Of one row in one layer."""
-  full = len(cfg.full_attn_layers)
-  if kind == "mla":
-    return (context + 1) * costs.latent_bytes(cfg) // full
-  return 2 * costs.state_bytes(cfg) // (cfg.base_num_decoder_layers - full)
+  """That one row in one layer reads and writes in a step."""
+  rows = context + 1 if kind == "mla" else 2
+  return rows * costs.layer_memory_bytes(cfg, kind)
 
 
 class _Layer:

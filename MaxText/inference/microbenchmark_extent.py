@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from MaxText.common.errors import InputError
+from MaxText.configs import costs, counts
 from MaxText.configs.options import MicrobenchmarkOptions
 from MaxText.configs.schema import Config
 
@@ -54,6 +55,20 @@ def extent(cfg: Config, options: MicrobenchmarkOptions) -> Extent:
     pages=options.pages or pages,
     batch_sizes=batches or (*_powers_of_two(options.slots), options.slots),
     requests=options.inference_microbenchmark_requests or 4 * options.slots,
+  )
+
+
+def attention_bytes(cfg: Config, options: MicrobenchmarkOptions) -> int:
+  """Returns the bytes that the sweep allocates beside the engine: a layer of one kind, with its memory."""
+  if "sweep" not in options.inference_microbenchmark_stages:
+    return 0
+  pages = -(-(max(options.inference_microbenchmark_context_lengths) + 1) // options.page_size)
+  held = {"kda": 1, "mla": pages * options.page_size}  # of a slot
+  item = costs.ITEM_BYTES[cfg.parameter_dtype]
+  return max(
+    counts.attention_parameters(cfg, kind) * item
+    + options.slots * held[kind] * costs.layer_memory_bytes(cfg, kind)
+    for kind in costs.attention_kinds(cfg)
   )
 
 

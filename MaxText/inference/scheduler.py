@@ -266,7 +266,7 @@ class Scheduler:
   def _may_grow(self, ticket: Ticket) -> bool:
     """Whether a running job can still ask for a page that it does not own."""
     engine, job = self._engine, ticket.job
-    # the last token picked is never read, and a dispatch wants room for all its steps wherever the answer ends
+    # the last token picked is never read; a dispatch wants room for all its steps, wherever the answer ends
     most = len(job.ids) + job.settings.max_new_tokens - 2 + engine.steps
     needed = engine.resources.pages_for(min(most, engine.max_target_length))
     return needed > len(engine.resources.owned(ticket.slot))

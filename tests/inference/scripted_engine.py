@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from MaxText.common.errors import InputError
+from MaxText.inference.engine import Engine
 from MaxText.inference.engine_programs import ALTERNATIVES, NO_TOKEN, Picked
 from MaxText.inference.resources import Resources
 
@@ -30,6 +31,7 @@ class ScriptedEngine:
 
   is_intact = True
   prefill_chunk_size = 16
+  read = Engine.read
 
   def __init__(self, *, slots=2, pages=128, page_size=16, max_target_length=1024, steps=1, ranks=1):
     self.steps = steps

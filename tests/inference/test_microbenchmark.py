@@ -1,10 +1,12 @@
 """The microbenchmark: maxtext's names, figures that follow from the samples, mistakes in one line."""
 
 import ast
+import dataclasses
 import importlib.util
 import json
 import re
 import statistics
+import weakref
 from pathlib import Path
 
 import jax
@@ -16,9 +18,9 @@ from MaxText import inference_microbenchmark as command
 from MaxText.common.errors import InputError
 from MaxText.configs.loader import load_command
 from MaxText.configs.options import MicrobenchmarkOptions
-from MaxText.inference import microbenchmark_plot
+from MaxText.inference import memory, microbenchmark_attention, microbenchmark_plot
 from MaxText.inference.microbenchmark import Microbenchmark, summary
-from MaxText.inference.microbenchmark_extent import extent
+from MaxText.inference.microbenchmark_extent import attention_bytes, extent
 from tests.inference.small_engine import SHAPE, SPECIAL
 from tests.reference.generator import k3_config_json, write_checkpoint
 
@@ -268,13 +270,15 @@ def test_an_answer_that_breaks_off_is_no_figure(benchmark):
   engine = benchmark._engine
   whole = engine._programs.params
   engine._programs.params = jax.tree.map(lambda x: x * np.nan if x.dtype == np.float32 else x, whole)
-  with pytest.raises(InputError, match="logits are not finite"):
-    benchmark.generate()
-  engine.restart()
-  with pytest.raises(InputError, match="end-to-end: an answer ended early: not_finite"):
-    benchmark.end_to_end()
-  engine._programs.params = whole
-  engine.restart()
+  try:
+    with pytest.raises(InputError, match="logits are not finite"):
+      benchmark.generate()
+    engine.restart()
+    with pytest.raises(InputError, match="end-to-end: an answer ended early: not_finite"):
+      benchmark.end_to_end()
+  finally:
+    engine._programs.params = whole
+    engine.restart()
 
 
 # --- the command -------------------------------------------------------------------------------------------
@@ -289,6 +293,40 @@ def test_the_command_prints_and_writes_json(directory, tmp_path, capsys):
   assert results == json.loads(log.read_text())
   assert printed.err.splitlines()[-1].startswith("INSERT_BUCKET_SIZE_TO_MS = {5: ")
   assert results["environment"]["weights"] == str(directory)
+
+
+@pytest.fixture
+def begun(benchmark, loaded, monkeypatch):
+  """Lets the command run single stages on the engine that is there."""
+  cfg, _ = loaded
+
+  def load(config, _, options, reach):
+    weights = benchmark._engine._programs.params
+    return Microbenchmark(benchmark._engine, cfg, options, reach, weights), "weights of the test"
+
+  monkeypatch.setattr(command, "load", load)
+
+
+def test_a_stage_that_fails_leaves_what_was_measured_before(begun, directory, monkeypatch, capsys):
+  def broken(self):
+    raise InputError("an answer ended early")
+
+  monkeypatch.setattr(Microbenchmark, "generate", broken)
+  assert command.main([str(directory), *KEYS[1:], f"{PREFIX}stages=insert,generate"]) == 2
+  printed = capsys.readouterr()
+  assert printed.err.splitlines()[-1] == "error: an answer ended early"
+  results = json.loads(printed.out)
+  assert tuple(results["insert"]) == ("5", "20") and "autoregressive" not in results
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+def test_a_full_disk_is_one_line_and_the_results_are_printed(begun, directory, capsys):
+  keys = [*KEYS[1:], f"{PREFIX}stages=insert", f"{PREFIX}log_file_path=/dev/full"]
+  assert command.main([str(directory), *keys]) == 2
+  printed = capsys.readouterr()
+  words = "/dev/full: cannot be written (No space left on device); the results are on stdout"
+  assert printed.err.splitlines()[-1] == f"error: {PREFIX}log_file_path: {words}"
+  assert "insert" in json.loads(printed.out)
 
 
 def test_a_picture_has_a_panel_for_each_result(results, tmp_path):
@@ -352,8 +390,30 @@ def test_a_stage_bounds_the_engine_by_the_keys_that_it_reads(stage):
 
 def test_a_model_that_does_not_fit_is_refused_at_once(monkeypatch, capsys):
   monkeypatch.setattr(command, "load", lambda *_: pytest.fail("loads all the same"))
+  monkeypatch.setattr(memory, "available_bytes", lambda: (64 * memory.GIB, "test memory"))
   assert command.main(["kimi-k3", "dtype=bfloat16"]) == 2
   assert "kimi-k3: too large for this machine: needs" in capsys.readouterr().err
+
+
+def test_the_layers_that_the_sweep_allocates_beside_the_engine_are_counted(loaded, monkeypatch):
+  """By the arrays of the layers themselves; only one of them is there at a time."""
+  cfg, options = loaded
+  held, layers = {}, weakref.WeakSet()
+
+  def sized(layer, context):
+    layers.add(layer)
+    assert list(layers) == [layer]
+    arrays = (layer._programs.params, dataclasses.replace(layer._memory, **no_table(layer._memory)))
+    held[type(layer._memory).__name__] = sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
+    return 1.0
+
+  no_table = lambda memory: {"table": None, "length": None} if hasattr(memory, "table") else {}
+  monkeypatch.setattr(microbenchmark_attention._Layer, "seconds", sized)
+  microbenchmark_attention.attention_steps(cfg, SLOTS, CONTEXTS, options.page_size, 1, 0)
+  assert held.keys() == {"KdaCache", "MlaPages"}
+  assert attention_bytes(cfg, options) == max(held.values())
+  only_prompts = options.model_copy(update={f"{PREFIX}stages": ("prefill",)})
+  assert attention_bytes(cfg, only_prompts) == 0
 
 
 def test_a_picture_without_matplotlib_is_refused_before_anything_runs(monkeypatch, capsys):
