@@ -8,13 +8,9 @@ One JSON line a figure is appended to the output file.
 """
 
 import argparse
-import datetime
-import json
-import platform
 import sys
 from pathlib import Path
 
-import jax
 import numpy as np
 from tqdm import tqdm
 
@@ -23,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python benc
 from benchmarks.checkpoint import SHAPE, benchmark_checkpoint
 from benchmarks.depth import depth_figures
 from benchmarks.ours import Ours
-from benchmarks.peer import Peer
+from benchmarks.peer import REQUIREMENTS, Peer
+from benchmarks.report import report
 from benchmarks.timing import Rate, ratio
 
 TOLERANCE = 2e-3  # float32 on both sides; logits of this checkpoint reach about 10
@@ -55,7 +52,12 @@ def main(argv: list[str] | None = None) -> int:
     peer.close()
   if not options.skip_depth:
     figures.append(depth_figures())
-  report(figures, options.output or options.workdir / "results.jsonl")
+  report(
+    figures,
+    options.output or options.workdir / "results.jsonl",
+    dtype="float32",
+    peer=", ".join(REQUIREMENTS),
+  )
   return 0 if all(figure["passed"] for figure in figures) else 1
 
 
@@ -98,21 +100,6 @@ def timings(ours: Ours, peer: Peer, repeats: int, steps: int) -> list[dict]:
       }
     )
   return figures
-
-
-def report(figures: list[dict], output: Path) -> None:
-  """Prints each figure and appends it, with where and when it was measured, to `output`."""
-  context = {
-    "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    "device": jax.devices()[0].device_kind,
-    "machine": platform.machine(),
-    "dtype": "float32",
-    "jax": jax.__version__,
-  }
-  with output.open("a") as lines:
-    for figure in figures:
-      print(("pass " if figure["passed"] else "FAIL ") + json.dumps(figure))
-      lines.write(json.dumps(context | figure) + "\n")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ class Server:
     port: on 127.0.0.1.
   """
 
-  def __init__(self, name: str, command: list[str], port: int, health: str, log: Path):
+  def __init__(self, name: str, command: list[str], port: int, health: str, log: Path, **defaults: str):
     """Starts the process and waits until `health` answers 200.
 
     Args:
@@ -31,10 +31,14 @@ class Server:
       port: that the command names.
       health: path that answers 200 once it is ready.
       log: file for what it prints.
+      **defaults: environment variables of the process, where ours does not have them.
     """
     self.name, self.port, self._log = name, port, log
     with log.open("w") as out:
-      self._process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
+      environment = defaults | os.environ
+      self._process = subprocess.Popen(
+        command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env=environment
+      )
     self._wait(health)
     self.pause()
 
@@ -93,8 +97,9 @@ def mlx_server(python: Path, checkpoint: Path, log: Path) -> Server:
   """Starts `mlx_lm.server` of the environment that `python` belongs to, as it comes."""
   port = free_port()
   command = [str(python.with_name("mlx_lm.server")), "--model", str(checkpoint), "--port", str(port)]
-  os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the path is a directory; nothing is looked up
-  return Server("mlx_lm", [*command, "--log-level", "WARNING"], port, "/health", log)
+  command += ["--log-level", "WARNING"]
+  # the path is a directory; nothing is looked up
+  return Server("mlx_lm", command, port, "/health", log, HF_HUB_OFFLINE="1")
 
 
 def free_port() -> int:

@@ -4,21 +4,19 @@
 
 Starts both servers on the K3 checkpoint of `benchmarks.run`, checks that they count the same tokens in the
 same prompts and answer with the same text, then lets 1, 4 and 8 clients ask each of them by turns; the other
-one's process is stopped meanwhile. Clients ask for streamed greedy completions of a fixed length, one after
-the other. Only ratios within a run mean anything. A JSON line a figure is appended to the output file.
+one's process is stopped meanwhile. Clients ask for streamed greedy completions, one after the other. An
+answer may end before its limit: rates are of the tokens that each side counts, and their sum is reported.
+Only ratios within a run mean anything. A JSON line a figure is appended to the output file.
 """
 
 import argparse
-import datetime
-import json
-import platform
+import contextlib
 import re
 import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 import numpy as np
 from tqdm import tqdm
 
@@ -26,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python benc
 
 from benchmarks.clients import Answer, drive
 from benchmarks.peer import REQUIREMENTS, peer_python
+from benchmarks.report import report
 from benchmarks.servers import Server, mlx_server, our_server
 from benchmarks.serving_checkpoint import serving_checkpoints
 
@@ -47,17 +46,17 @@ def main(argv: list[str] | None = None) -> int:
   workdir.mkdir(parents=True, exist_ok=True)
   rounds, requests, tokens = (1, 1, 16) if options.quick else (3, 2, 64)
   mine, theirs = serving_checkpoints(workdir)
-  servers = []
-  try:
-    servers.append(our_server(mine, max(CLIENTS), CONTEXT, workdir / "serving-ours.log"))
-    servers.append(mlx_server(peer_python(workdir), theirs, workdir / "serving-mlx-lm.log"))
+  python = peer_python(workdir)
+  with contextlib.ExitStack() as running:  # ends both, even where ending one fails: the other one is stopped
+    started = lambda server: running.enter_context(contextlib.closing(server))
+    servers = [started(our_server(mine, max(CLIENTS), CONTEXT, workdir / "serving-ours.log"))]
+    servers.append(started(mlx_server(python, theirs, workdir / "serving-mlx-lm.log")))
     figures = [gate(servers)]
     if figures[0]["passed"]:
       figures += load(servers, rounds, requests, tokens)
-  finally:
-    for server in servers:
-      server.close()
-  report(figures, options.output or workdir / "serving.jsonl")
+  output = options.output or workdir / "serving.jsonl"
+  report(figures, output, dtype="float32", peer=", ".join(REQUIREMENTS))
+  print("\n".join(table(figures[1:])))
   return 0 if all(figure["passed"] for figure in figures) else 1
 
 
@@ -108,7 +107,7 @@ def load(servers: list[Server], rounds: int, requests: int, tokens: int) -> Iter
     yield {
       "figure": f"serving_{clients}_clients",
       "requests": rounds * clients * requests,
-      "new_tokens": tokens,
+      "max_tokens": tokens,
       "ours": mine,
       "mlx_lm": theirs,
       "ratio": round(times, 2),
@@ -127,31 +126,16 @@ def answered(server: Server, asked: list[list[str]], tokens: int) -> tuple[float
 
 
 def side(taken: list[tuple[float, list[Answer]]]) -> dict:
-  """Figures of one side: tokens per second of the rounds, and milliseconds to the first text of requests."""
-  rates = [sum(answer.new_tokens for answer in answers) / seconds for seconds, answers in taken]
+  """Figures of one side: all tokens, tokens per second of the rounds, milliseconds to the first text."""
+  counted = [sum(answer.new_tokens for answer in answers) for _, answers in taken]
+  rates = [tokens / seconds for tokens, (seconds, _) in zip(counted, taken)]
   first = [1e3 * answer.first for _, answers in taken for answer in answers]
   rate = {"median": statistics.median(rates), "min": min(rates), "max": max(rates)}
   return {
+    "new_tokens": sum(counted),
     "tokens_per_second": {name: round(value, 2) for name, value in rate.items()},
     "ttft_ms": {f"p{p}": round(float(np.percentile(first, p)), 1) for p in (50, 99)},
   }
-
-
-def report(figures: list[dict], output: Path) -> None:
-  """Prints each figure, appends it with where and when it was measured, and prints a table."""
-  context = {
-    "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    "device": jax.devices()[0].device_kind,
-    "machine": platform.machine(),
-    "dtype": "float32",
-    "jax": jax.__version__,
-    "peer": ", ".join(REQUIREMENTS),
-  }
-  with output.open("a") as lines:
-    for figure in figures:
-      print(("pass " if figure["passed"] else "FAIL ") + json.dumps(figure))
-      lines.write(json.dumps(context | figure) + "\n")
-  print("\n".join(table(figures[1:])))
 
 
 def table(figures: list[dict]) -> Iterator[str]:

@@ -4,7 +4,8 @@
 
 The token scan keeps a state a token for the backward pass, the chunked form one a chunk; of the kernel alone
 tests/kernels/test_kda.py bounds that by a fifth. Here both compute the gradient of the whole bundled model on
-one row of text, activations of every other layer included; they are compared first, then timed by turns.
+one row of text, activations of every other layer included; they are compared first, then timed by turns. Only
+ratios within a run mean anything.
 """
 
 import argparse
@@ -33,7 +34,7 @@ TOLERANCE = 1e-4  # of the largest gradient of a parameter
 
 def gradient(form: str, ids: jax.Array) -> tuple[Callable, nnx.State]:
   """Compiles the gradient of the mean next-token loss of `ids` [B, T + 1]; returns it and its argument."""
-  cfg = loader.load("kimi-k3-tiny", [f"kda_impl={form}", "expert_weights=dequantized", "scan_layers=true"])
+  cfg = loader.load(TINY, [f"kda_impl={form}", "expert_weights=dequantized", "scan_layers=true"])
   graph, weights = nnx.split(load_params(TINY, cfg, progress=False))
 
   def loss(weights):
@@ -52,7 +53,7 @@ def difference(one: nnx.State, other: nnx.State) -> float:
 
 def figures(tokens: int) -> dict:
   """Compares both forms on one row of `tokens` tokens."""
-  tokenizer = load_tokenizer(TINY, loader.load("kimi-k3-tiny").vocab_size)
+  tokenizer = load_tokenizer(TINY, loader.load(TINY).vocab_size)
   ids = jnp.asarray([tokenizer.encode("".join(standard_library()[1][:20]))[: tokens + 1]], jnp.int32)
   programs = {form: gradient(form, ids) for form in FORMS}
   error = difference(*(program(weights) for program, weights in programs.values()))
