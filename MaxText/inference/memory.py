@@ -41,6 +41,29 @@ def check_fits(cfg: Config, batch: int = 1, capacity: int = 1, beside: int = 0) 
     )
 
 
+def check_trains(cfg: Config, moments: int) -> None:
+  """Refuses to train a model that is larger than the memory at hand; activations are not counted.
+
+  Args:
+    cfg: the model as it is trained; where it has adapters, they alone have gradients, which are not counted.
+    moments: numbers that the optimizer keeps for each weight.
+
+  Raises:
+    InputError: with what is needed and what there is.
+  """
+  weights = weight_bytes(cfg)
+  gradients = 0 if cfg.lora_rank else weights
+  needed = weights + (1 + moments) * gradients
+  here, place = available_bytes()
+  held = here * jax.process_count()  # the other hosts of a slice have as much
+  if needed > held:
+    raise InputError(
+      f"{cfg.model_name}: too large to train on this machine: needs {_gib(needed)} ({_gib(weights)} weights, "
+      f"{_gib(gradients)} gradients, {_gib(moments * gradients)} optimizer moments), "
+      f"available {_gib(held)} of {place}"
+    )
+
+
 def weight_bytes(cfg: Config) -> int:
   """Returns the bytes of the parameters as they stay in memory."""
   size = counts.count(cfg)

@@ -100,6 +100,11 @@ class OwnExperts:
     return product(activation(product(x, *gate), product(x, *up)), *down).astype(rows.dtype)
 
 
+def rows_per_expert(picks: Int[Array, "R"], experts: int) -> Int[Array, "E"]:
+  """Returns how many of the choices [R] fall on each expert, [E] int32; a number past them is none."""
+  return jnp.sum(picks[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32)
+
+
 def dispatch(
   place: ExpertMesh,
   experts: OwnExperts,
@@ -161,7 +166,7 @@ def _specs(place, experts):
       return None
     owner = () if change.shared else (place.expert,)
     a = PartitionSpec(*lead, *owner, None, a_width)
-    return ExpertChange(a, PartitionSpec(*lead, place.expert, b_width, None))
+    return dataclasses.replace(change, a=a, b=PartitionSpec(*lead, place.expert, b_width, None))
 
   gate, up, down = experts.changes
   # below the down matrix each device adds its slice of the width up; the partial sums meet with the others
@@ -189,7 +194,7 @@ def _local(place, experts, z, ids, weights, valid):
   first = lax.axis_index(place.expert) * E if place.expert else 0
   mine = valid[:, None] & (ids >= first) & (ids < first + E)
   picks = jnp.where(mine, ids - first, E).reshape(-1)
-  sizes = jnp.sum(picks[:, None] == jnp.arange(E), axis=0, dtype=jnp.int32)
+  sizes = rows_per_expert(picks, E)
   order = jnp.argsort(picks, stable=True)
   A, total = ids.shape[1], picks.shape[0]
   height = min(total, max(_SMALL, 2 * total * E // experts.cfg.num_experts))
@@ -225,7 +230,7 @@ def _exchanged(place, experts, z, ids, weights, valid):
   N, me = lax.axis_size(place.expert), lax.axis_index(place.expert)
   picks = jnp.where(valid[:, None], ids, N * E).reshape(-1)
   order = jnp.argsort(picks, stable=True)
-  wanted = jnp.sum(picks[:, None] == jnp.arange(N * E), axis=0, dtype=jnp.int32)
+  wanted = rows_per_expert(picks, N * E)
   wanted = lax.all_gather(wanted, place.expert).reshape(N, N, E)  # sender, receiver, expert
   kept = _within(_room(experts.cfg, N, M, E), wanted)
   there, back = _routes(wanted.sum(-1), kept.sum(-1), me)

@@ -15,7 +15,7 @@ from MaxText.common import params
 from MaxText.configs.schema import Config
 from MaxText.kernels.mxfp4 import BLOCK, MxFp4
 from MaxText.layers.cache import Row
-from MaxText.layers.expert_dispatch import ExpertMesh, OwnExperts, dispatch
+from MaxText.layers.expert_dispatch import ExpertMesh, OwnExperts, dispatch, rows_per_expert
 from MaxText.layers.mlp import Mlp
 from MaxText.layers.normalization import RMSNorm
 from MaxText.layers.projection import Projection
@@ -175,7 +175,7 @@ class Experts(nnx.Module):
 def _per_expert(ids, valid, E):
   """The choices [M*A] in one line, E for those of padding, and how many fall on each expert, [E]."""
   picks = ids.reshape(-1) if valid is None else jnp.where(valid[:, None], ids, E).reshape(-1)
-  return picks, jnp.sum(picks[:, None] == jnp.arange(E), axis=0, dtype=jnp.int32)
+  return picks, rows_per_expert(picks, E)
 
 
 def _scale_byte(stddev: float) -> int:

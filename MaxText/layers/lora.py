@@ -6,7 +6,8 @@ float32 whatever the weights are, and the only `LoRAParam` of a model.
 Dims: r rank, O output and D input channels of the matrix, E experts, M rows sorted by expert.
 """
 
-from typing import NamedTuple
+import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -43,16 +44,20 @@ class Adapter(nnx.Module):
     return self.scale * _einsum("...or,...rd->...od", self.b[...], self.a[...])
 
 
-class ExpertChange(NamedTuple):
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["a", "b"], meta_fields=["scale"])
+@dataclasses.dataclass(frozen=True)
+class ExpertChange:
   """The arrays of an `ExpertAdapter`, or those of the experts that one device holds.
 
   Attributes:
     a: [.., r, D] shared by the experts, or [.., E, r, D].
-    b: [.., E, O, r], times alpha / rank.
+    b: [.., E, O, r].
+    scale: alpha / rank; rows take it, since a stack would be scaled whole at each of its layers.
   """
 
   a: Float[Array, "*CE r D"]
   b: Float[Array, "*C E O r"]
+  scale: float
 
   @property
   def shared(self) -> bool:
@@ -77,7 +82,7 @@ class ExpertChange(NamedTuple):
       low = _einsum("md,rd->mr", x, self.a if row is None else self.a[row])
     else:
       low = grouped_matmul(x, self.a, group_sizes, layer=row, impl=impl)
-    return grouped_matmul(low, self.b, group_sizes, layer=row, impl=impl)
+    return grouped_matmul(self.scale * low, self.b, group_sizes, layer=row, impl=impl)
 
 
 class ExpertAdapter(nnx.Module):
@@ -100,7 +105,7 @@ class ExpertAdapter(nnx.Module):
 
   def arrays(self) -> ExpertChange:
     """Returns the change as arrays, to be applied to rows."""
-    return ExpertChange(self.a[...], self.scale * self.b[...])
+    return ExpertChange(self.a[...], self.b[...], self.scale)
 
   def change(self) -> Float[Array, "*C E O D"]:
     """Returns scale * B A, [..., E, O, D] float32."""

@@ -20,6 +20,7 @@ from jaxtyping import Array, Shaped
 from MaxText.common.errors import ConfigError, InputError
 from MaxText.configs.mesh import MESH_AXES, AxisRules, MeshConfig, nearest_divisors, size_key
 from MaxText.kernels.mla import PageMesh
+from MaxText.kernels.mxfp4 import BLOCK
 from MaxText.layers.cache import DecoderCache, KdaCache, LatentPool, LayerCache, MlaCache, MlaPages
 from MaxText.layers.expert_dispatch import ExpertMesh
 
@@ -182,10 +183,12 @@ def parameter_shardings(layout: Layout, decoder: nnx.Module) -> dict[str, NamedS
   """Returns dotted path -> sharding of every parameter of a decoder, abstract or not.
 
   Raises:
-    ConfigError: a dimension does not divide over its devices, or the rules would cut experts across.
+    ConfigError: a dimension does not divide over its devices, or the rules would cut experts, or blocks of
+      MXFP4 that their weights are rounded to, across.
   """
   found = list(parameters(decoder))
   _check_divisible(layout, found)
+  _check_blocks(layout, decoder)
   for param in found:
     # inside the experts only whole experts and slices of their width have a meaning of their own
     spec = layout.spec(param.names)
@@ -233,6 +236,22 @@ def _check_divisible(layout: Layout, found: Sequence[Dimensions]) -> None:
   raise ConfigError(
     f"{layout.name}: {keys}: {name} of {size} ({_KEYS.get(name, name)}) does not divide over {parts} devices "
     f"({param.path} {list(param.shape)}); nearest that do: {fitting} devices, or a size of {multiples}"
+  )
+
+
+def _check_blocks(layout: Layout, decoder: nnx.Module) -> None:
+  """Refuses to cut plain experts within a block that is rounded together."""
+  cfg, parts = decoder.cfg, layout.parts("expert_mlp")
+  width = cfg.base_moe_mlp_dim
+  if not cfg.mxfp4_qat or cfg.packs_experts or parts == 1 or width % (parts * BLOCK) == 0:
+    return
+  keys = ", ".join(f"{size_key(axis)}={layout.mesh.shape[axis]}" for axis in layout.axes("expert_mlp"))
+  fitting = " or ".join(map(str, dict.fromkeys(nearest_divisors(width // BLOCK, parts))))
+  multiples = " or ".join(map(str, nearest_multiples(width, parts * BLOCK)))
+  raise ConfigError(
+    f"{layout.name}: {keys}: mxfp4_qat: expert_mlp of {width} (base_moe_mlp_dim) does not divide over "
+    f"{parts} devices in whole blocks of {BLOCK}; nearest that do: {fitting} devices, "
+    f"or a size of {multiples}"
   )
 
 

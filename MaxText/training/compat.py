@@ -17,10 +17,10 @@ from typing import Any
 import jax
 from pydantic import ValidationError, create_model
 
-from MaxText.common.errors import CheckpointError, ConfigError, UserError
+from MaxText.common.errors import CheckpointError, ConfigError, InputError, UserError
 from MaxText.configs.mesh import MESH_AXES
 from MaxText.configs.schema import Config
-from MaxText.training.maxtext_modules import maxtext_module, one_complaint, quiet
+from MaxText.training.maxtext_modules import causes, maxtext_module, one_complaint, quiet
 from MaxText.training.parts import Parts, replaced
 
 VERSION = "0.2.5"
@@ -53,9 +53,14 @@ CONTRACTS: dict[str, tuple[str, ...] | None] = {
   "common.checkpointing:maybe_save_checkpoint": (
     *("checkpoint_manager", "state", "config", "data_iterator", "step"),
   ),
+  "common.checkpointing:save_checkpoint": (
+    *("checkpoint_manager", "step", "state", "config", "data_iterator", "force"),
+  ),
+  "common.checkpointing:wait_until_finished": ("checkpoint_manager",),
   "trainers.pre_train.train:train_step": (
     *("model", "config", "state_mesh_shardings", "params_shardings", "state", "data", "dropout_rng"),
   ),
+  "trainers.pre_train.train:build_eval_graphdef": ("config", "jit_model", "state"),
   "trainers.pre_train.train:training_loop_iteration": ("jax_device_state", "python_vars", "immutable_data"),
   "trainers.pre_train.train:run": ("config", "recorder"),
   "utils.train_utils:validate_train_config": ("config",),
@@ -201,22 +206,22 @@ def run(config: Any, parts: Parts) -> None:
       known = _as_user_error(error, config)
       if known is None:
         raise
-      raise known from error
+      raise known from (None if known in causes(error) else error)  # no circle
 
 
 def _as_user_error(error: Exception, config: Any) -> UserError | None:
   """The one line for a failure that a user can mend, None for any other."""
-  causes, cause = [error], error
-  while (cause := cause.__cause__ or cause.__context__) is not None:
-    causes.append(cause)
-  if users := [cause for cause in causes if isinstance(cause, UserError)]:
+  chain = causes(error)
+  if users := [cause for cause in chain if isinstance(cause, UserError)]:
     return users[-1]
   text = str(error)
   first = text.partition("\n")[0]
-  system = next(filter(None, map(_system_error, causes)), None)
-  if text.startswith("Checkpointing failed") or system is not None:
+  system = next(filter(None, map(_system_error, chain)), None)
+  if any(str(cause).startswith("Checkpointing failed") for cause in chain):
     reason = f"a checkpoint cannot be saved: {system or first}{_last_whole(Path(config.checkpoint_dir))}"
     return CheckpointError(f"{config.checkpoint_dir}: {reason}")
+  if system is not None:
+    return InputError(str(system))
   if text.startswith("Checkpoint does not match the model"):
     return CheckpointError(f"{config.checkpoint_dir}: {' '.join(text.split())}")
   if text.startswith("Unsharded parameter percentage"):
@@ -229,7 +234,7 @@ def _as_user_error(error: Exception, config: Any) -> UserError | None:
   return None
 
 
-def _system_error(error: Exception) -> OSError | None:
+def _system_error(error: BaseException) -> OSError | None:
   """The operating system's own complaint, which the writer of arrays hands on as text only."""
   if isinstance(error, OSError) and error.errno is not None:
     return error

@@ -4,6 +4,7 @@ Nothing is copied or converted. A text file is one document; of the other kinds 
 """
 
 import bisect
+import contextlib
 import functools
 import glob
 import itertools
@@ -11,7 +12,7 @@ import json
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import grain
 import numpy as np
@@ -162,7 +163,7 @@ class JsonLines:
     self._key, self._path, self._column = key, path, column
     self.size = path.stat().st_size
     starts, lines, at = [], [], 0
-    with path.open("rb") as file:
+    with self._opened() as file:
       for line, content in enumerate(file, 1):
         if content.strip():
           starts.append(at)
@@ -176,7 +177,7 @@ class JsonLines:
     return len(self._starts)
 
   def __getitem__(self, number: int) -> str:
-    with self._path.open("rb") as file:
+    with self._opened() as file:
       file.seek(int(self._starts[number]))
       content = file.readline()
     place = f"{self._key}: {self._path}:{self._lines[number]}"
@@ -185,6 +186,14 @@ class JsonLines:
     except ValueError as error:
       raise InputError(f"{place}: not JSON: {error}") from None
     return _field(value, self._column, place)
+
+  @contextlib.contextmanager
+  def _opened(self) -> Iterator[BinaryIO]:
+    try:
+      with self._path.open("rb") as file:
+        yield file
+    except OSError as error:
+      raise InputError(f"{self._key}: {self._path}: unreadable ({error.strerror or error})") from None
 
 
 class Parquet:
@@ -221,7 +230,13 @@ class Parquet:
     return value
 
   def _read_group(self, group: int) -> Any:
-    return self._file.read_row_group(group, columns=[self._column]).column(0)
+    import pyarrow
+
+    try:
+      return self._file.read_row_group(group, columns=[self._column]).column(0)
+    except (OSError, pyarrow.ArrowException) as error:
+      place = f"{self._key}: {self._path}: row group {group}"
+      raise InputError(f"{place}: unreadable as parquet ({error})") from None
 
 
 class ArrayRecord:

@@ -1,11 +1,13 @@
 """Imports maxtext's modules, and keeps what they print and log out of the way."""
 
 import contextlib
+import gc
 import importlib
 import io
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,11 +34,21 @@ def quiet() -> Iterator[None]:
       logger.setLevel(level)
 
 
+def causes(error: BaseException) -> list[BaseException]:
+  """Returns an exception and what it was raised from or during, the last first."""
+  found: list[BaseException] = []
+  cause: BaseException | None = error
+  while cause is not None and cause not in found:
+    found.append(cause)
+    cause = cause.__cause__ or cause.__context__
+  return found
+
+
 @contextlib.contextmanager
 def one_complaint() -> Iterator[None]:
   """Keeps the other writes of a save that fails from a traceback each: what stopped the first is told.
 
-  They end after the block, so that only a block without a failure puts everything back.
+  They have to end within the block, which puts everything back.
   """
   usual, loggers = sys.unraisablehook, [logging.getLogger(name) for name in ("absl", "asyncio")]
   late = ("was never retrieved", "raised an exception")
@@ -44,7 +56,15 @@ def one_complaint() -> Iterator[None]:
   for logger in loggers:
     logger.addFilter(keep)
   sys.unraisablehook = lambda other: None if "loop is closed" in str(other.exc_value) else usual(other)
-  yield
-  for logger in loggers:
-    logger.removeFilter(keep)
-  sys.unraisablehook = usual
+  try:
+    yield
+  except Exception as error:
+    # a write that nobody asked for its outcome complains when it is collected: not later, at any time
+    for cause in causes(error):
+      traceback.clear_frames(cause.__traceback__)
+    gc.collect()
+    raise
+  finally:
+    for logger in loggers:
+      logger.removeFilter(keep)
+    sys.unraisablehook = usual

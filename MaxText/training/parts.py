@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from MaxText.configs.schema import Config
 from MaxText.training.maxtext_modules import maxtext_module
 
 
@@ -50,6 +51,7 @@ class Parts:
 @contextlib.contextmanager
 def replaced(config: Any, parts: Parts) -> Iterator[None]:
   """Puts our parts into maxtext's modules for the length of one run."""
+  loop = _Loop(parts)
   replacements = {
     ("utils.maxtext_utils", "get_mesh_from_config"): lambda config, devices=None: parts.mesh,
     ("utils.model_creation_utils", "create_model"): _create_model(parts),
@@ -59,13 +61,19 @@ def replaced(config: Any, parts: Parts) -> Iterator[None]:
     ("common.checkpointing", "load_state_if_possible"): _load(parts),
     ("common.metric_logger", "MetricLogger"): _logger(parts),
     ("trainers.pre_train.train", "train_step"): _step(parts),
-    ("trainers.pre_train.train", "training_loop_iteration"): _iteration(parts),
+    ("trainers.pre_train.train", "build_eval_graphdef"): _without_capacity,
+    ("trainers.pre_train.train", "training_loop_iteration"): loop.iteration,
+    ("common.checkpointing", "save_checkpoint"): loop.save,
+    ("common.checkpointing", "wait_until_finished"): loop.wait,
   }
   saved = {place: getattr(maxtext_module(place[0]), place[1]) for place in replacements}
   try:
     for (module, name), value in replacements.items():
       setattr(maxtext_module(module), name, value)
     yield
+  except BaseException:
+    loop.close()
+    raise
   finally:
     for (module, name), value in saved.items():
       setattr(maxtext_module(module), name, value)
@@ -158,36 +166,77 @@ def _step(parts: Parts) -> Callable:
   return train_step
 
 
-def _iteration(parts: Parts) -> Callable:
-  """maxtext's iteration, and our look at the step before, whose metrics are there without waiting."""
-  train, stop = maxtext_module("trainers.pre_train.train"), maxtext_module("utils.exceptions").StopTraining
-  saving = maxtext_module("common.checkpointing")
-  original, waiting = train.training_loop_iteration, []
+def _without_capacity(config, model, state):
+  """The model that evaluates where rows may be dropped in training: it drops none, as decoding does not."""
+  whole = nnx.merge(model, state)
+  if whole.model.decoder.cfg.moe_capacity_factor is None:
+    return None
+  for _, module in nnx.iter_graph(whole):
+    if isinstance(cfg := getattr(module, "cfg", None), Config):
+      module.cfg = cfg.model_copy(update={"moe_capacity_factor": None})
+  return nnx.graphdef(whole)
 
-  def settle(jax_device_state):
-    step, metrics = waiting.pop(0)
-    if not bool(metrics["finite"]):
-      parts.on_stop(step, jax_device_state["state"], metrics)
-    parts.on_step(step, metrics["scalar"])
 
-  def training_loop_iteration(jax_device_state, python_vars, immutable_data):
-    step = python_vars["step"]
+class _Loop:
+  """maxtext's iteration and saves, and our look at each step: one step late, when waiting costs no time.
+
+  Before a save everything is looked at, so that no checkpoint stands behind a step that was undone.
+  """
+
+  def __init__(self, parts: Parts):
+    self._parts, self._waiting, self._manager = parts, [], None
+    self._stop = maxtext_module("utils.exceptions").StopTraining
+    self._saving = maxtext_module("common.checkpointing")
+    self._iteration = maxtext_module("trainers.pre_train.train").training_loop_iteration
+    self._save, self._wait = self._saving.save_checkpoint, self._saving.wait_until_finished
+
+  def _settle(self, state: nnx.State, late: int = 0) -> None:
+    """Looks at all steps but the `late` last ones."""
+    while len(self._waiting) > late:
+      step, metrics = self._waiting.pop(0)
+      if not bool(metrics["finite"]):
+        self._parts.on_stop(step, state, metrics)
+      self._parts.on_step(step, metrics["scalar"])
+
+  def iteration(self, jax_device_state, python_vars, immutable_data):
+    step, train_step = python_vars["step"], jax_device_state["p_train_step"]
+    self._manager = python_vars["checkpoint_manager"]
+
+    def noted(*inputs):
+      state, metrics = train_step(*inputs)
+      self._waiting.append((step, metrics))
+      return state, metrics
+
+    jax_device_state["p_train_step"] = noted
     try:
-      metrics = original(jax_device_state, python_vars, immutable_data)
-    except stop as ended:
+      metrics = self._iteration(jax_device_state, python_vars, immutable_data)
+    except self._stop as ended:
       if not isinstance(ended.__context__, StopIteration):
         raise RuntimeError("the data could not be read") from ended.__context__ or ended
-      while waiting:
-        settle(jax_device_state)
       state, config = jax_device_state["state"], immutable_data["config"]
-      saving.maybe_save_checkpoint(
-        python_vars["checkpoint_manager"], state, config, python_vars["data_iterator"]
-      )
-      parts.on_end(step)
+      self._settle(state)
+      self._saving.maybe_save_checkpoint(self._manager, state, config, python_vars["data_iterator"])
+      if self._manager is not None:
+        self.wait(self._manager)
+      self._parts.on_end(step)
       raise
-    waiting.append((step, metrics))
-    while len(waiting) > (step + 1 < immutable_data["steps"]):
-      settle(jax_device_state)
+    finally:
+      jax_device_state["p_train_step"] = train_step
+    self._settle(jax_device_state["state"], late=step + 1 < immutable_data["steps"])
     return metrics
 
-  return training_loop_iteration
+  def save(self, checkpoint_manager, step, state, config=None, data_iterator=None, force=False):
+    self._settle(state)
+    return self._save(checkpoint_manager, step, state, config, data_iterator, force)
+
+  def wait(self, checkpoint_manager):
+    try:
+      self._wait(checkpoint_manager)
+    except Exception as error:  # said as maxtext says it of a save that fails at once
+      raise RuntimeError(f"Checkpointing failed. {error}") from error
+
+  def close(self):
+    """Ends the saves under way, after a failure: a good one becomes whole, the rest of a bad one fails too."""
+    if self._manager is not None:
+      with contextlib.suppress(Exception):
+        self._manager.close()

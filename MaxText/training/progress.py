@@ -21,14 +21,28 @@ class Progress:
 
   def __init__(self, steps: int, tokens_per_step: int):
     self._steps, self._tokens = steps, tokens_per_step
+    self._drops = False  # whether it was told that rows are
     # from the end of the first step on: the first one compiles
     self._times: deque[float] = deque(maxlen=_RECENT + 1)
     self._every = max(1, steps // LINES)
     self._bar: tqdm | None = None
 
-  def step(self, number: int, loss: float) -> None:
-    """Notes that 0-based step `number` is done, with its mean loss in nats."""
+  def step(self, number: int, loss: float, dropped: int = 0) -> None:
+    """Notes that 0-based step `number` is done.
+
+    Args:
+      number: of the step.
+      loss: its mean, in nats.
+      dropped: choices of an expert that no device had room for; the first are told, metrics.jsonl has all.
+    """
     self._times.append(time.monotonic())
+    if dropped and not self._drops:
+      self._drops = True
+      tqdm.write(
+        f"step {number + 1}: {dropped:,} choices of an expert found no room (moe_capacity_factor); "
+        "moe/dropped_rows in metrics.jsonl counts them",
+        file=sys.stderr,
+      )
     text = self._text(number, loss)
     if sys.stderr.isatty():
       if self._bar is None:

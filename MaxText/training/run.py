@@ -13,6 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
 
 from MaxText.checkpoints.adapters import save_adapters
 from MaxText.checkpoints.directory import (
@@ -34,8 +36,11 @@ from MaxText.configs.mesh import MeshConfig
 from MaxText.configs.options import TrainOptions
 from MaxText.configs.published import from_published
 from MaxText.configs.schema import Config
+from MaxText.inference.memory import check_trains
+from MaxText.layers.lora import LoRAParam
 from MaxText.models import registry
 from MaxText.models.adapters import merged
+from MaxText.models.kimi_k3 import KimiDecoder
 from MaxText.models.sharding import Layout, describe_layout, find_devices, parameter_shardings
 from MaxText.tokenizers.chat.formats import ChatFormat
 from MaxText.tokenizers.chat.options import ChatOptions
@@ -50,6 +55,7 @@ from MaxText.training.parts import Parts
 from MaxText.training.progress import Progress, Record
 
 ADAPTERS_FILE = "adapters.safetensors"  # beside config.json, when a run that trains adapters has ended
+_MOMENTS = {"adamw": 2, "adam_pax": 2, "muon": 1, "sgd": 0}  # muon keeps one of a matrix, nearly all weights
 
 
 def trained_config(cfg: Config) -> Config:
@@ -90,33 +96,48 @@ def train(
   documents = _documents(options) if chat is None else _chats(options, *chat)
   compat.require()
   config = compat.build_config(cfg, maxtext_keys(cfg, options, mesh, passed, directory))
-  layout = _layout(cfg, mesh, config, slices(passed))
-  if config.enable_checkpointing:
-    _prepare(directory, cfg, companions)
+  check_trains(cfg, _MOMENTS[options.opt_type])
+  decoder = registry.abstract(cfg)
+  layout = _layout(decoder, mesh, config, slices(passed))
   _check_adapters(cfg, options, directory)
-  record = Record(directory / "metrics.jsonl" if config.enable_checkpointing else None)
+  saves, leads = config.enable_checkpointing, jax.process_index() == 0  # of many processes one writes
+  if saves:
+    is_new = _check_directory(directory, cfg)
+    multihost_utils.sync_global_devices("directory checked")  # before it holds half of what is looked for
+    if is_new and leads:
+      _prepare(directory, cfg, companions)
+  if layout.mesh.size > 1 and leads:
+    print(describe_layout(layout, decoder), file=sys.stderr)
+  record = Record(directory / "metrics.jsonl" if saves else None)
   progress = Progress(config.steps, config.global_batch_size_to_train_on * config.max_target_length)
   try:
     compat.run(config, _parts(cfg, options, config, layout, documents, tokenizer, progress, record))
   finally:
     progress.close()
-  if cfg.lora_rank and config.enable_checkpointing:
-    save_adapters(load_params(directory, cfg, progress=False), cfg, directory / ADAPTERS_FILE)
+  if cfg.lora_rank and saves:
+    trained = load_params(directory, cfg, mesh_shardings=partial(_whole_adapters, layout), progress=False)
+    if leads:
+      save_adapters(trained, cfg, directory / ADAPTERS_FILE)
   return directory
 
 
-def _layout(cfg: Config, mesh: MeshConfig, config: Any, count: int) -> Layout:
-  """Lays the model out on the devices, and says on stderr what each holds where there are several.
+def _whole_adapters(layout: Layout, decoder: KimiDecoder) -> dict[str, NamedSharding]:
+  """The layout of the run, but with whole adapters on every device, so that each process can write them."""
+  adapters = {".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(decoder, LoRAParam))}
+  whole = NamedSharding(layout.mesh, PartitionSpec())
+  shardings = parameter_shardings(layout, decoder)
+  return {path: whole if path in adapters else sharding for path, sharding in shardings.items()}
+
+
+def _layout(decoder: KimiDecoder, mesh: MeshConfig, config: Any, count: int) -> Layout:
+  """Lays the model out on the devices.
 
   Raises:
     UserError: too few devices, or a dimension does not divide over them.
   """
   devices = find_devices(mesh, count)
   layout = Layout(compat.device_mesh(config, devices), mesh.logical_axis_rules, f"mesh {mesh.mesh_name}")
-  decoder = registry.abstract(cfg)
   parameter_shardings(layout, decoder)
-  if len(devices) > 1:
-    print(describe_layout(layout, decoder), file=sys.stderr)
   return layout
 
 
@@ -129,8 +150,8 @@ def _check_length(cfg: Config, length: int) -> None:
 # --- directory ----------------------------------------------------------------------------------------------
 
 
-def _prepare(directory: Path, cfg: Config, companions: Path | None) -> None:
-  """Makes the directory of a new run, or checks that the one of an earlier run has the same architecture."""
+def _check_directory(directory: Path, cfg: Config) -> bool:
+  """Returns whether the run is new; checks that one to go on with has the same architecture."""
   stored = directory / "config.json"
   if (directory / RUN_FILE).is_file():
     theirs = from_published(read_json(stored), str(stored))
@@ -141,9 +162,14 @@ def _prepare(directory: Path, cfg: Config, companions: Path | None) -> None:
     for key, now in (("scan_layers", cfg.scan_layers), ("weight_dtype", cfg.parameter_dtype)):
       if layout[key] != now:
         raise CheckpointError(f"{directory}: {key} is {layout[key]} in this run, {now} now")
-    return
+    return False
   if kind(directory):
     raise CheckpointError(f"{directory}: holds a checkpoint and no run; give another run_name")
+  return True
+
+
+def _prepare(directory: Path, cfg: Config, companions: Path | None) -> None:
+  """Makes the directory of a new run."""
   try:
     directory.mkdir(parents=True, exist_ok=True)
     write_companions(directory, cfg, companions)
@@ -196,6 +222,7 @@ def _parts(cfg, options, config, layout, documents, tokenizer, progress, record)
       datasets[key] = data.packed_documents(found, tokenizer, cfg.eos_token_id, **form)
   # where adapters are trained, everything else is frozen, and so are the router biases
   balance = 0.0 if cfg.lora_rank else options.routed_bias_update_rate
+  leads = jax.process_index() == 0
   tokens = config.per_device_batch_size * config.gradient_accumulation_steps * config.max_target_length
   return Parts(
     mesh=layout.mesh,
@@ -206,8 +233,8 @@ def _parts(cfg, options, config, layout, documents, tokenizer, progress, record)
     initial_weights=lambda abstract: _initial_weights(cfg, options.checkpoint, layout),
     muon=muon_dimensions,
     tflops=6 * count(cfg).active * tokens / 1e12,
-    on_step=lambda step, scalars: progress.step(step, float(scalars["learning/lm_loss"])),
-    on_metrics=record,
+    on_step=(lambda step, scalars: progress.step(step, *_told(scalars))) if leads else (lambda *_: None),
+    on_metrics=record if leads else (lambda *_: None),
     on_stop=_stop,
     on_end=lambda steps: print(f"the data ended after {steps} steps", file=sys.stderr),
   )
@@ -236,6 +263,10 @@ def _initial_weights(cfg: Config, checkpoint: str | None, layout: Layout) -> dic
       node = node.setdefault(parent, {})
     node[name] = array
   return nested
+
+
+def _told(scalars: Mapping[str, Any]) -> tuple[float, int]:
+  return float(scalars["learning/lm_loss"]), int(scalars.get("moe/dropped_rows", 0))
 
 
 def _stop(step: int, state: nnx.State, metrics: Mapping[str, Any]) -> None:

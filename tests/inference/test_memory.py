@@ -47,6 +47,18 @@ def test_what_does_not_fit_is_refused_with_the_sizes(monkeypatch):
     memory.check_fits(cfg, batch=10_000, capacity=1000)
 
 
+@pytest.mark.parametrize("ours, moments, copies", [({}, 2, 4), ({}, 0, 2), ({"lora_rank": 2}, 2, 1)])
+def test_training_needs_gradients_and_moments_too(monkeypatch, ours, moments, copies):
+  cfg = k3_config().model_copy(update=ours)
+  needed = copies * memory.weight_bytes(cfg)
+  monkeypatch.setattr(memory, "available_bytes", lambda: (needed, "test memory"))
+  memory.check_trains(cfg, moments)
+  monkeypatch.setattr(memory, "available_bytes", lambda: (needed - 1, "test memory"))
+  words = r"too large to train on this machine: needs .* weights, .* gradients, .* optimizer moments\), avail"
+  with pytest.raises(InputError, match=words):
+    memory.check_trains(cfg, moments)
+
+
 def test_a_container_leaves_what_it_has_not_used(tmp_path):
   limit, used, statistics = (tmp_path / name for name in ("limit", "used", "stat"))
   assert memory._container_bytes(limit, used, statistics) is None

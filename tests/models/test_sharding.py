@@ -199,6 +199,20 @@ def test_packed_experts_are_cut_at_whole_scales_only():
   assert parameter_shardings(layout, tiny(expert_weights="dequantized"))
 
 
+def test_experts_that_are_rounded_are_cut_at_whole_blocks_only():
+  plain = dict(expert_weights="dequantized", mxfp4_qat=True)
+  layout = changed({"expert": ("expert", "fsdp"), "expert_mlp": ("tensor",)})
+  words = (
+    "ici_tensor_parallelism=2: mxfp4_qat: expert_mlp of 32 (base_moe_mlp_dim) does not divide over 2 devices "
+    "in whole blocks of 32; nearest that do: 1 devices, or a size of 64"
+  )
+  with pytest.raises(ConfigError) as error:
+    parameter_shardings(layout, tiny(**plain))
+  assert str(error.value) == f"mesh cpu-8: {words}"
+  assert parameter_shardings(layout, tiny(**plain, base_moe_mlp_dim=64))
+  assert parameter_shardings(changed({"expert_mlp": ()}), tiny(**plain))
+
+
 def test_rows_that_do_not_divide_are_refused():
   layout = build_layout(mesh_config())
   with pytest.raises(InputError, match=r"6 rows \(activation_batch\) .* 4 devices; nearest: 4 or 8 rows"):

@@ -55,3 +55,11 @@ def test_a_long_run_prints_few_lines_and_its_last_one(capsys):
   lines = capsys.readouterr().err.splitlines()
   assert 45 <= len(lines) <= 55
   assert lines[-1].startswith("step 1003/1003  loss 1.0000  ") and lines[-1].endswith(" tokens/s  00:00 left")
+
+
+def test_the_first_rows_that_are_dropped_are_told_once(capsys):
+  progress = Progress(3, 8)
+  for step, dropped in enumerate((0, 1200, 7)):
+    progress.step(step, 1.0, dropped)
+  (line,) = [line for line in capsys.readouterr().err.splitlines() if "room" in line]
+  assert line.startswith("step 2: 1,200 choices of an expert found no room (moe_capacity_factor)")

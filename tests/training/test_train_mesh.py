@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import json
 import os
 import resource
@@ -242,22 +243,27 @@ def test_a_save_that_is_killed_leaves_the_checkpoint_before_it_and_the_run_goes_
 
 @contextlib.contextmanager
 def no_room():
-  """Refuses what lies further than 100 KB into any file, as a full disk would."""
+  """Refuses what lies further than 100 KB into any file, as a full disk would; keeps no program."""
   soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+  kept = jax.config.jax_persistent_cache_min_compile_time_secs
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", float("inf"))
   resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
   try:
     yield
   finally:
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", kept)
 
 
-def test_a_disk_without_room_is_one_line_and_the_checkpoint_before_it_is_whole(place, one, capfd):
+def test_a_disk_without_room_is_one_line_and_the_checkpoint_before_it_is_whole(place, one, capfd, caplog):
   back_to_7(one, "full")
   capfd.readouterr()
   with no_room():
     assert main(command(place, "full", *ONE, *STEPS)) == 2
+  gc.collect()
   *steps, line = capfd.readouterr().err.splitlines()
   assert all(step.startswith("step ") for step in steps)
+  assert not [record for record in caplog.records if "never retrieved" in record.getMessage()]
   reason = "a checkpoint cannot be saved: [Errno 27] File too large; checkpoint 7 is whole"
   assert line == f"error: {place}/full/checkpoints/: {reason}"
   early = weights(place / "full")
