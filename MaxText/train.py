@@ -93,8 +93,10 @@ def train_command(arguments: list[str], usage: str, help_text: str, schema: type
 
 def _train(config: str, cfg: Config, options: TrainOptions, passed: dict[str, Any]) -> None:
   from MaxText.checkpoints.directory import kind
+  from MaxText.inference.memory import check_trains
   from MaxText.training import run
 
+  check_trains(run.trained_config(cfg), run.MOMENTS[options.opt_type])
   if options.checkpoint is None and kind(config):  # a directory means its weights too
     options = options.model_copy(update={"checkpoint": config})
   if options.run_name is None:

@@ -236,7 +236,7 @@ class _Loop:
       raise RuntimeError(f"Checkpointing failed. {error}") from error
 
   def close(self):
-    """Ends the saves under way, after a failure: a good one becomes whole, the rest of a bad one fails too."""
+    """Ends the saves under way, after a failure: a good one becomes whole."""
     if self._manager is not None:
       with contextlib.suppress(Exception):
         self._manager.close()

@@ -36,7 +36,6 @@ from MaxText.configs.mesh import MeshConfig
 from MaxText.configs.options import TrainOptions
 from MaxText.configs.published import from_published
 from MaxText.configs.schema import Config
-from MaxText.inference.memory import check_trains
 from MaxText.layers.lora import LoRAParam
 from MaxText.models import registry
 from MaxText.models.adapters import merged
@@ -55,7 +54,7 @@ from MaxText.training.parts import Parts
 from MaxText.training.progress import Progress, Record
 
 ADAPTERS_FILE = "adapters.safetensors"  # beside config.json, when a run that trains adapters has ended
-_MOMENTS = {"adamw": 2, "adam_pax": 2, "muon": 1, "sgd": 0}  # muon keeps one of a matrix, nearly all weights
+MOMENTS = {"adamw": 2, "adam_pax": 2, "muon": 1, "sgd": 0}  # muon keeps one of a matrix, nearly all weights
 
 
 def trained_config(cfg: Config) -> Config:
@@ -96,7 +95,6 @@ def train(
   documents = _documents(options) if chat is None else _chats(options, *chat)
   compat.require()
   config = compat.build_config(cfg, maxtext_keys(cfg, options, mesh, passed, directory))
-  check_trains(cfg, _MOMENTS[options.opt_type])
   decoder = registry.abstract(cfg)
   layout = _layout(decoder, mesh, config, slices(passed))
   _check_adapters(cfg, options, directory)
