@@ -93,7 +93,7 @@ class OwnExperts:
 
     def product(x, weight, change):
       y = grouped_matmul(x, weight, sizes, layer=layer, impl=impl)
-      return y if change is None else y + change(x, sizes, self.row, self.cfg)
+      return y if change is None else y + change(x, sizes, self.row, impl)
 
     gate, up, down = zip(weights, self.changes)
     x, activation = rows.astype(jnp.float32), gated_activation(self.cfg)  # as inside the fused product
@@ -166,7 +166,7 @@ def _specs(place, experts):
       return None
     owner = () if change.shared else (place.expert,)
     a = PartitionSpec(*lead, *owner, None, a_width)
-    return ExpertChange(a, PartitionSpec(*lead, place.expert, b_width, None))
+    return ExpertChange(a, PartitionSpec(*lead, place.expert, b_width, None), PartitionSpec())
 
   gate, up, down = experts.changes
   # below the down matrix each device adds its slice of the width up; the partial sums meet with the others

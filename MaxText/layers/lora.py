@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from MaxText.common import params
 from MaxText.configs.schema import Config
-from MaxText.kernels.grouped_matmul import grouped_matmul
+from MaxText.kernels.grouped_matmul import Impl, grouped_matmul
 from MaxText.layers.cache import Row
 
 LoRAParam = nnx.LoRAParam
@@ -49,10 +49,12 @@ class ExpertChange(NamedTuple):
   Attributes:
     a: [.., r, D] shared by the experts, or [.., E, r, D].
     b: [.., E, O, r].
+    scale: alpha / rank; rows take it, since a stack would be scaled whole at each of its layers.
   """
 
   a: Float[Array, "*CE r D"]
   b: Float[Array, "*C E O r"]
+  scale: Float[Array, ""]
 
   @property
   def shared(self) -> bool:
@@ -60,7 +62,7 @@ class ExpertChange(NamedTuple):
     return self.a.ndim < self.b.ndim
 
   def __call__(
-    self, x: Float[Array, "M D"], group_sizes: Int[Array, "E"], row: Row, cfg: Config
+    self, x: Float[Array, "M D"], group_sizes: Int[Array, "E"], row: Row, impl: Impl
   ) -> Float[Array, "M O"]:
     """Returns what the adapter adds to each row's product.
 
@@ -68,18 +70,16 @@ class ExpertChange(NamedTuple):
       x: [M, D] float32 rows, those of expert 0 first.
       group_sizes: [E] rows of each expert.
       row: which layer of a stack.
-      cfg: alpha / rank, which rows take, since a stack would be scaled whole at each of its layers; and how
-        grouped products are computed.
+      impl: of the grouped products.
 
     Returns:
       [M, O] float32; 0 past the last group.
     """
-    impl = cfg.moe_impl
     if self.shared:
       low = _einsum("md,rd->mr", x, self.a if row is None else self.a[row])
     else:
       low = grouped_matmul(x, self.a, group_sizes, layer=row, impl=impl)
-    return grouped_matmul(cfg.lora_alpha / cfg.lora_rank * low, self.b, group_sizes, layer=row, impl=impl)
+    return grouped_matmul(self.scale * low, self.b, group_sizes, layer=row, impl=impl)
 
 
 class ExpertAdapter(nnx.Module):
@@ -101,8 +101,8 @@ class ExpertAdapter(nnx.Module):
     self.b = _up(rngs, (*stack, experts, out, rank), (*names, expert_name, out_name, None))
 
   def arrays(self) -> ExpertChange:
-    """Returns the change as arrays, to be applied to rows; not scaled."""
-    return ExpertChange(self.a[...], self.b[...])
+    """Returns the change as arrays, to be applied to rows."""
+    return ExpertChange(self.a[...], self.b[...], jnp.float32(self.scale))
 
   def change(self) -> Float[Array, "*C E O D"]:
     """Returns scale * B A, [..., E, O, D] float32."""
