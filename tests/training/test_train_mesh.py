@@ -221,6 +221,7 @@ main(sys.argv[1:])
 """
 
 
+@pytest.mark.slow  # a process of its own that compiles, dies, and goes on
 def test_a_save_that_is_killed_leaves_the_checkpoint_before_it_and_the_run_goes_on(place, train, one):
   back_to_7(one, "killed")
   environment = os.environ | {
