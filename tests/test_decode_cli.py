@@ -101,7 +101,10 @@ def test_json_has_one_object_a_prompt_with_its_figures(answers, checkpoint, tmp_
     assert {"kda", "mla", "short_conv"} <= stats["implementations"].keys()
 
 
-@pytest.mark.parametrize("sampling", [(), ("temperature=0.9", "top_k=40", "top_p=0.9", "seed=3")])
+@pytest.mark.parametrize(
+  "sampling",
+  [pytest.param((), marks=pytest.mark.slow), ("temperature=0.9", "top_k=40", "top_p=0.9", "seed=3")],
+)
 def test_a_prompt_of_a_batch_is_answered_as_if_alone(answers, checkpoint, tmp_path, sampling):
   prompts = tmp_path / "prompts.txt"
   prompts.write_text("\n".join(TEXTS))

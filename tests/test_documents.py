@@ -27,6 +27,9 @@ BLOCK = re.compile(
 )
 
 
+QUICK = "--xla_backend_optimization_level=0"  # one device, and little of LLVM's time
+
+
 class Block(NamedTuple):
   """One fenced block: where it stands, what it is written in, and what its comment says of it."""
 
@@ -87,7 +90,7 @@ def test_a_block_runs(block, folder, programs):
   command = (
     ["bash", "-euo", "pipefail", "-c", text] if block.language == "bash" else [sys.executable, "-c", text]
   )
-  env = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_COMPILATION_CACHE_DIR": str(programs)}
+  env = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": QUICK, "JAX_COMPILATION_CACHE_DIR": str(programs)}
   env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
   compile_compactly(env)  # as the command does, so that a block finds the programs of the one before
   done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)

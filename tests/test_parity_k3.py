@@ -92,7 +92,7 @@ def test_generated_checkpoint_without_cache_or_padding(unrolled):
   assert_parity([runner.whole(IDS)], [want])
 
 
-@pytest.mark.parametrize("model", ["unrolled", "scanned"])
+@pytest.mark.parametrize("model", ["unrolled", pytest.param("scanned", marks=pytest.mark.slow)])
 def test_generated_checkpoint_in_one_or_two_pieces(model, request):
   runner, want = request.getfixturevalue(model)
   assert_parity(runner.pieces([IDS] * 5, [1, 8, 13, 20, 21]), [want] * 5)

@@ -57,8 +57,8 @@ def assert_equal_trees(a, b):
   jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-# the scanned engine serves in tests/test_serve.py
-@pytest.mark.parametrize("scan", ["false", pytest.param("true", marks=pytest.mark.slow)])
+@pytest.mark.slow  # any order of events below; the scanned engine serves in tests/test_serve.py
+@pytest.mark.parametrize("scan", ["false", "true"])
 def test_requests_that_come_and_go_answer_as_alone(directory, requests, scan):
   """More requests than slots: a new one enters whenever one leaves."""
   engine = make_engine(directory, scan_layers=scan)

@@ -94,6 +94,7 @@ def test_a_new_adapter_has_a_zero_b_and_a_kaiming_a(directory):
   assert lora.scale == 2.0
 
 
+@pytest.mark.slow  # a file restores into either layout in tests/checkpoints
 def test_scanned_and_unrolled_decoders_compute_the_same(directory, on, logits):
   scanned = adapted(directory, start=True, scan_layers=True)
   assert scanned.plan.repeats == 2

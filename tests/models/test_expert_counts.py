@@ -30,7 +30,7 @@ def counts_of(k3_plain, scanned):
   return {"unrolled": counter(k3_plain), "scanned": counter(scanned)}
 
 
-@pytest.mark.parametrize("stack", ["unrolled", "scanned"])
+@pytest.mark.parametrize("stack", [pytest.param("unrolled", marks=pytest.mark.slow), "scanned"])
 def test_each_real_token_counts_once_for_each_of_its_experts_in_every_layer(counts_of, k3_plain, stack):
   got = counts_of[stack](*row(ids(0, 13), offset=4))
   assert got.shape == (len(LAYERS), k3_plain.cfg.num_experts)

@@ -68,7 +68,7 @@ def assert_trees_close(got, want, scale=1e-4):
     assert float(jnp.abs(a - b).max()) <= bound, jax.tree_util.keystr(path)
 
 
-@pytest.mark.parametrize("family", ["k3", "kimi_linear"])
+@pytest.mark.parametrize("family", ["k3", pytest.param("kimi_linear", marks=pytest.mark.slow)])
 @EXAMPLES
 @given(cut=st.integers(1, T - 1), seed=st.integers(0, 99))
 def test_any_split_equals_one_shot(programs, family, cut, seed):

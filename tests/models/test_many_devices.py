@@ -27,8 +27,11 @@ SHAPE = dict(num_hidden_layers=2, full_attn_layers=(2,), attn_res_block_size=1)
 SHAPE |= dict(hidden_size=48, vocab_size=64, kda_heads=4)
 B, T, STEPS = 8, 6, 12
 MESHES = {"fsdp2_tp2_ep2": {}, "ep8": dict(fsdp=1, expert=8, tensor=1)}
-# each compiles a training program for eight devices; of EP alone the exchange is the harder half
-ON_REQUEST = {("ep8", "local_experts"): pytest.mark.slow}
+# each compiles a training program for eight devices; these have each mesh and each dispatch once
+ON_REQUEST = {
+  ("ep8", "local_experts"): pytest.mark.slow,
+  ("fsdp2_tp2_ep2", "ragged_all_to_all"): pytest.mark.slow,
+}
 PLACES = [
   pytest.param(mesh, dispatch, id=f"{mesh}-{dispatch}", marks=ON_REQUEST.get((mesh, dispatch), ()))
   for mesh in MESHES
@@ -139,6 +142,7 @@ def greedy_one_device(directories):
   return tokens
 
 
+@pytest.mark.slow  # tests/inference/test_engine_on_mesh.py compares the tokens of the engine
 @pytest.mark.parametrize("mesh, dispatch", [PLACES[0], PLACES[3]])
 def test_greedy_decoding_through_sharded_caches_gives_the_same_tokens(
   directories, greedy_one_device, mesh, dispatch
@@ -170,6 +174,7 @@ def test_adapters_are_folded_into_weights_where_they_lie(directories, tmp_path):
     np.testing.assert_allclose(mine.get_value(), other.get_value(), rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow  # the engine on a mesh and the trainer scan theirs
 def test_a_scanned_stack_on_a_mesh_gives_the_logits_of_one_device(tmp_path):
   scanned = dict(num_hidden_layers=3, full_attn_layers=(2, 3), attn_res_block_size=2)
   config = k3_config_json(**SHAPE | scanned, **IDS)
