@@ -255,7 +255,8 @@ def test_sigterm_lets_requests_end_and_takes_no_more():
 
 @pytest.mark.slow  # compiles every program for eight devices, in a process of its own
 def test_the_command_serves_on_a_mesh(solo):
-  keys = [*KEYS[1:], "mesh=cpu-8", "slots=4", "port=0", "max_target_length=256"]
+  keys = [key for key in KEYS if not key.startswith(("slots", "pages"))]
+  keys += ["mesh=cpu-8", "slots=4", "pages=24", "port=0", "max_target_length=256"]
   process = subprocess.Popen(
     [sys.executable, "-m", "MaxText.serve", "kimi-k3-tiny", *keys],
     stderr=subprocess.PIPE,
