@@ -228,15 +228,7 @@ def _check_divisible(layout: Layout, found: Sequence[Dimensions]) -> None:
   if not wrong:
     return
   size, parts, name, param = min(wrong, key=lambda each: each[0])
-  axes = layout.axes(name)
-  keys = ", ".join(f"{size_key(axis)}={layout.mesh.shape[axis]}" for axis in axes)
-  below, above = nearest_divisors(size, parts)
-  fitting = " or ".join(map(str, dict.fromkeys((below, above))))
-  multiples = " or ".join(map(str, nearest_multiples(size, parts)))
-  raise ConfigError(
-    f"{layout.name}: {keys}: {name} of {size} ({_KEYS.get(name, name)}) does not divide over {parts} devices "
-    f"({param.path} {list(param.shape)}); nearest that do: {fitting} devices, or a size of {multiples}"
-  )
+  raise _indivisible(layout, name, size, parts, f"({param.path} {list(param.shape)})")
 
 
 def _check_blocks(layout: Layout, decoder: nnx.Module) -> None:
@@ -245,13 +237,20 @@ def _check_blocks(layout: Layout, decoder: nnx.Module) -> None:
   width = cfg.base_moe_mlp_dim
   if not cfg.mxfp4_qat or cfg.packs_experts or parts == 1 or width % (parts * BLOCK) == 0:
     return
-  keys = ", ".join(f"{size_key(axis)}={layout.mesh.shape[axis]}" for axis in layout.axes("expert_mlp"))
-  fitting = " or ".join(map(str, dict.fromkeys(nearest_divisors(width // BLOCK, parts))))
-  multiples = " or ".join(map(str, nearest_multiples(width, parts * BLOCK)))
-  raise ConfigError(
-    f"{layout.name}: {keys}: mxfp4_qat: expert_mlp of {width} (base_moe_mlp_dim) does not divide over "
-    f"{parts} devices in whole blocks of {BLOCK}; nearest that do: {fitting} devices, "
-    f"or a size of {multiples}"
+  detail = f"in whole blocks of {BLOCK}"
+  raise _indivisible(layout, "expert_mlp", width, parts, detail, cause="mxfp4_qat: ", block=BLOCK)
+
+
+def _indivisible(
+  layout: Layout, name: str, size: int, parts: int, detail: str, *, cause: str = "", block: int = 1
+) -> ConfigError:
+  """The refusal of a dimension that does not divide in whole blocks, with the nearest sizes that do."""
+  keys = ", ".join(f"{size_key(axis)}={layout.mesh.shape[axis]}" for axis in layout.axes(name))
+  fitting = " or ".join(map(str, dict.fromkeys(nearest_divisors(size // block, parts))))
+  multiples = " or ".join(map(str, nearest_multiples(size, parts * block)))
+  return ConfigError(
+    f"{layout.name}: {keys}: {cause}{name} of {size} ({_KEYS.get(name, name)}) does not divide over {parts} "
+    f"devices {detail}; nearest that do: {fitting} devices, or a size of {multiples}"
   )
 
 
