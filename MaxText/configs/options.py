@@ -89,17 +89,22 @@ class ConvertOptions(Options):
   max_shard_bytes: int = Field(gt=0)
 
 
-class ServerOptions(Options):
-  """What every server needs to know: the weights, the memory of its requests, its address."""
+class EngineOptions(Options):
+  """What everything that runs the engine needs to know: the weights, the memory of its requests."""
 
   checkpoint: MaybePath
   seed: int = Field(ge=0)
   max_target_length: int | None = Field(gt=1)
   prefill_chunk: int = Field(gt=0)
-  host: str = Field(min_length=1)
-  port: int = Field(ge=0, le=65535)
   slots: int = Field(gt=0)
   page_size: int = Field(gt=0)
+
+
+class ServerOptions(EngineOptions):
+  """What every server needs to know beside that: its address, and how it ends."""
+
+  host: str = Field(min_length=1)
+  port: int = Field(ge=0, le=65535)
   drain_seconds: float = Field(ge=0)
 
   def context(self, longest: int) -> int:
@@ -137,17 +142,11 @@ class ServeOptions(ServerOptions, MeshOptions):
 Stage = Literal["prefill", "insert", "prefill-multisampling", "generate", "sweep", "end-to-end"]
 
 
-class MicrobenchmarkOptions(Options):
+class MicrobenchmarkOptions(EngineOptions):
   """What `python -m MaxText.inference_microbenchmark` does with a model; long names are maxtext's."""
 
-  checkpoint: MaybePath
-  seed: int = Field(ge=0)
-  max_target_length: int | None = Field(gt=1)
   max_new_tokens: int = Field(gt=1)
-  prefill_chunk: int = Field(gt=0)
-  slots: int = Field(gt=0)
   pages: int | None = Field(gt=0)
-  page_size: int = Field(gt=0)
   steps_per_round: int = Field(gt=0, le=4096)
   inference_microbenchmark_stages: Annotated[tuple[Stage, ...], BeforeValidator(_split)]
   inference_microbenchmark_prefill_lengths: Annotated[tuple[int, ...], BeforeValidator(_split)]
