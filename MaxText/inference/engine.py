@@ -66,7 +66,7 @@ class Engine:
     Args:
       decoder: with its weights; on a mesh, the state is laid out beside them.
       slots: S, requests at a time.
-      pages: of the pool that all slots share; those of a rank, on a mesh.
+      pages: of the pools of all ranks together; the slots of a rank share its own.
       page_size: tokens of a page.
       max_target_length: most tokens of a request, prompt and answer together.
       prefill_chunk: most prompt tokens that one program reads.
