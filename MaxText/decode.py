@@ -7,14 +7,12 @@ stderr and exit status 2. Nothing heavy is imported before the configuration is 
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from MaxText.common import command
 from MaxText.common.errors import InputError
-from MaxText.configs import loader
-from MaxText.configs.command_line import EXAMPLE_KEY, config_and_keys, key_listing
+from MaxText.configs import command_line
 from MaxText.configs.options import DecodeOptions
 from MaxText.configs.schema import Config
 from MaxText.inference.compile_cache import compile_compactly, keep_programs
@@ -53,17 +51,7 @@ keys and their defaults:"""
 
 def main(arguments: Sequence[str] | None = None) -> int:
   """Runs the command and returns its exit status."""
-  return command.run(_command, arguments)
-
-
-def _command(arguments: list[str]) -> int:
-  given = config_and_keys(arguments, USAGE, _help)
-  if given is None:
-    return 0
-  config, overrides = given
-  cfg, options = loader.load_command(config, overrides, DecodeOptions)
-  decode(config, cfg, options)
-  return 0
+  return command_line.run(arguments, USAGE, HELP, DecodeOptions, decode)
 
 
 def decode(config: str, cfg: Config, options: DecodeOptions) -> None:
@@ -141,13 +129,6 @@ def _write_text(model: "Model", requests: "Sequence[Request]", settings: "Settin
 
 def _print_text(_: int, text: str) -> None:
   print(text, end="", flush=True)
-
-
-def _help() -> Iterator[str]:
-  """Yields the lines of --help; keys, defaults and meanings are those of base.yml."""
-  yield HELP.format(models=", ".join(loader.known_models()))
-  yield from key_listing(DecodeOptions.model_fields | Config.model_fields)
-  yield f"\nEvery key of a model file may be given too, for example {EXAMPLE_KEY}."
 
 
 if __name__ == "__main__":

@@ -8,14 +8,12 @@ what was measured before a later failure is printed all the same.
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from MaxText.common import command
 from MaxText.common.errors import InputError
-from MaxText.configs import loader
-from MaxText.configs.command_line import EXAMPLE_KEY, config_and_keys, key_listing
+from MaxText.configs import command_line
 from MaxText.configs.options import MicrobenchmarkOptions
 from MaxText.configs.schema import Config
 from MaxText.inference.compile_cache import compile_compactly
@@ -52,17 +50,7 @@ keys and their defaults:"""
 
 def main(arguments: Sequence[str] | None = None) -> int:
   """Runs the command and returns its exit status."""
-  return command.run(_command, arguments)
-
-
-def _command(arguments: list[str]) -> int:
-  given = config_and_keys(arguments, USAGE, _help)
-  if given is None:
-    return 0
-  config, overrides = given
-  cfg, options = loader.load_command(config, overrides, MicrobenchmarkOptions)
-  measure(config, cfg, options)
-  return 0
+  return command_line.run(arguments, USAGE, HELP, MicrobenchmarkOptions, measure)
 
 
 def measure(config: str, cfg: Config, options: MicrobenchmarkOptions) -> None:
@@ -167,13 +155,6 @@ def _write(key: str, name: str, write: Callable[[Path], object]) -> None:
   except OSError as failure:
     reason = failure.strerror or failure
     raise InputError(f"{key}: {name}: cannot be written ({reason}); the results are on stdout") from None
-
-
-def _help() -> Iterator[str]:
-  """Yields the lines of --help; keys, defaults and meanings are those of base.yml."""
-  yield HELP.format(models=", ".join(loader.known_models()))
-  yield from key_listing(MicrobenchmarkOptions.model_fields | Config.model_fields)
-  yield f"\nEvery key of a model file may be given too, for example {EXAMPLE_KEY}."
 
 
 if __name__ == "__main__":

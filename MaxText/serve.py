@@ -8,14 +8,12 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from MaxText.common import command
 from MaxText.common.errors import InputError
-from MaxText.configs import loader
-from MaxText.configs.command_line import EXAMPLE_KEY, config_and_keys, key_listing
+from MaxText.configs import command_line
 from MaxText.configs.options import ServeOptions
 from MaxText.configs.schema import Config
 from MaxText.inference.compile_cache import compile_compactly, keep_programs
@@ -54,17 +52,7 @@ GRACE_SECONDS = 5  # for the last bytes of answers that have ended
 
 def main(arguments: Sequence[str] | None = None) -> int:
   """Runs the command and returns its exit status."""
-  return command.run(_command, arguments)
-
-
-def _command(arguments: list[str]) -> int:
-  given = config_and_keys(arguments, USAGE, _help)
-  if given is None:
-    return 0
-  config, overrides = given
-  cfg, options = loader.load_command(config, overrides, ServeOptions)
-  serve(config, cfg, options)
-  return 0
+  return command_line.run(arguments, USAGE, HELP, ServeOptions, serve)
 
 
 def serve(config: str, cfg: Config, options: ServeOptions) -> None:
@@ -228,13 +216,6 @@ def _run(app, scheduler, listener: socket.socket, drain_seconds: float) -> None:
     app, log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE_SECONDS, lifespan="off"
   )
   Server(settings).run(sockets=[listener])
-
-
-def _help() -> Iterator[str]:
-  """Yields the lines of --help; keys, defaults and meanings are those of base.yml."""
-  yield HELP.format(models=", ".join(loader.known_models()))
-  yield from key_listing(ServeOptions.model_fields | Config.model_fields)
-  yield f"\nEvery key of a model file may be given too, for example {EXAMPLE_KEY}."
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from MaxText.checkpoints.adapters import save_adapters
 from MaxText.checkpoints.load import load_params
 from MaxText.checkpoints.orbax_io import save_orbax
 from MaxText.configs import loader
+from MaxText.configs.command_line import EXAMPLE_KEY
 from MaxText.configs.options import DecodeOptions
 from MaxText.inference import weights
 from MaxText.inference.model import Model
@@ -294,7 +295,7 @@ def test_an_interrupt_is_no_traceback(run, checkpoint, monkeypatch):
 
 def test_the_key_that_help_shows_fits_every_model():
   for model in loader.known_models():
-    assert loader.load(model, [decode.EXAMPLE_KEY]).max_position_embeddings == 1024
+    assert loader.load(model, [EXAMPLE_KEY]).max_position_embeddings == 1024
 
 
 def test_help_explains_every_key(run):

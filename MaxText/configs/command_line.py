@@ -2,11 +2,14 @@
 
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
+from MaxText.common import command
 from MaxText.common.errors import InputError
 from MaxText.configs import loader
+from MaxText.configs.options import Options
+from MaxText.configs.schema import Config
 
 EXAMPLE_KEY = "max_position_embeddings=1024"  # of a model file; fits every model of the package
 WIDTH = 26  # of `key=default` in a listing
@@ -26,6 +29,38 @@ class DocumentedKey(NamedTuple):
   key: str
   default: str
   meaning: str
+
+
+def run[Kind: Options](
+  arguments: Sequence[str] | None,
+  usage: str,
+  help_text: str,
+  schema: type[Kind],
+  act: Callable[[str, Config, Kind], None],
+) -> int:
+  """Runs a command `CONFIG key=value ...` of a model and returns its exit status.
+
+  Args:
+    arguments: of the command; those of the process when None.
+    usage: one line, for a command without CONFIG.
+    help_text: what stands in --help before the keys; {models} are the names that CONFIG may be.
+    schema: keys of the command.
+    act: called with CONFIG as it was given, the model, and the keys of the command.
+  """
+
+  def help_lines() -> Iterator[str]:
+    yield help_text.format(models=", ".join(loader.known_models()))
+    yield from key_listing(schema.model_fields | Config.model_fields)
+    yield f"\nEvery key of a model file may be given too, for example {EXAMPLE_KEY}."
+
+  def act_on(given: list[str]) -> int:
+    split = config_and_keys(given, usage, help_lines)
+    if split is not None:
+      config, overrides = split
+      act(config, *loader.load_command(config, overrides, schema))
+    return 0
+
+  return command.run(act_on, arguments)
 
 
 def config_and_keys(

@@ -10,13 +10,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from MaxText.common import command
 from MaxText.common.errors import InputError
-from MaxText.configs import loader
-from MaxText.configs.command_line import EXAMPLE_KEY, config_and_keys, key_listing
+from MaxText.configs import command_line
 from MaxText.configs.options import JetStreamOptions
 from MaxText.configs.schema import Config
 from MaxText.inference.compile_cache import compile_compactly, keep_programs
@@ -57,17 +55,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 def main(arguments: Sequence[str] | None = None) -> int:
   """Runs the command and returns its exit status."""
-  return command.run(_command, arguments)
-
-
-def _command(arguments: list[str]) -> int:
-  given = config_and_keys(arguments, USAGE, _help)
-  if given is None:
-    return 0
-  config, overrides = given
-  cfg, options = loader.load_command(config, overrides, JetStreamOptions)
-  serve(config, cfg, options)
-  return 0
+  return command_line.run(arguments, USAGE, HELP, JetStreamOptions, serve)
 
 
 def serve(config: str, cfg: Config, options: JetStreamOptions) -> None:
@@ -184,13 +172,6 @@ def _signalled() -> asyncio.Event:
   for each in SIGNALS:
     loop.add_signal_handler(each, stop)
   return stopped
-
-
-def _help() -> Iterator[str]:
-  """Yields the lines of --help; keys, defaults and meanings are those of base.yml."""
-  yield HELP.format(models=", ".join(loader.known_models()))
-  yield from key_listing(JetStreamOptions.model_fields | Config.model_fields)
-  yield f"\nEvery key of a model file may be given too, for example {EXAMPLE_KEY}."
 
 
 if __name__ == "__main__":
