@@ -1,5 +1,6 @@
 """Settings of every test: CPU, eight simulated devices, no network, and what runs only when asked for."""
 
+import gc
 import os
 import sys
 
@@ -14,6 +15,9 @@ os.environ["XLA_FLAGS"] = " ".join(
   ]
 ).strip()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# programs that are compiled once need no source lines, and traces are no garbage: a tenth of the time
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
+gc.set_threshold(100_000, 20, 100)
 
 import jax  # noqa: E402  (JAX reads the environment once)
 import pytest  # noqa: E402

@@ -134,6 +134,17 @@ def test_gradients_accumulated_on_a_mesh_are_those_of_one_device(train):
   np.testing.assert_allclose(losses(train("parts-mixed", *MIXED, *parts)), losses(alone), rtol=1e-5)
 
 
+@pytest.mark.slow  # two training programs more, of a deeper stack
+def test_a_scanned_stack_with_muon_and_quantized_experts_has_the_losses_of_one_device(train):
+  """A dense layer, two linear ones that the scan runs, a full one; experts through the MXFP4 grid."""
+  deeper = "base_num_decoder_layers=4 full_attn_layers=[4] attn_res_block_size=2 scan_layers=true".split()
+  deeper += "opt_type=muon mxfp4_qat=true steps=20".split()
+  alone, mixed = train("deep-one", *ONE, *deeper), train("deep-mixed", *MIXED, *deeper)
+  np.testing.assert_allclose(losses(mixed), losses(alone), rtol=1e-5)
+  assert losses(alone)[-1] < losses(alone)[0] - 2
+  np.testing.assert_array_equal(biases(mixed), biases(alone))
+
+
 # --- experts that have no room, and adapters ---------------------------------------------------------------
 
 
