@@ -68,7 +68,8 @@ def decode(config: str, cfg: Config, options: DecodeOptions) -> None:
   """
   from MaxText.inference import memory
 
-  memory.check_fits(cfg)  # before the slow imports: a model of terabytes is refused at once
+  devices = 1 if options.mesh is None else None
+  memory.check_fits(cfg, devices=devices)  # before the slow imports: a model of terabytes is refused at once
   from MaxText.inference.prompts import Settings
 
   prompts = _prompts(options)

@@ -76,8 +76,11 @@ def measure(config: str, cfg: Config, options: MicrobenchmarkOptions) -> None:
   if picture is not None:
     check_plot(Path(picture))
   # before the slow imports: a model of terabytes is refused at once
-  capacity = -(-reach.pages // options.slots) * options.page_size
+  capacity = options.tokens_of_a_slot(reach.pages)
   memory.check_fits(cfg, options.slots, capacity, beside=attention_bytes(cfg, options))
+  from MaxText.inference.model import check_drops_nothing
+
+  check_drops_nothing(cfg)
   benchmark, words = load(config, cfg, options, reach)
   from MaxText.inference.microbenchmark import summary
 

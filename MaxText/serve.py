@@ -73,10 +73,11 @@ def serve(config: str, cfg: Config, options: ServeOptions) -> None:
   _check_extra()
   layout = find_layout(cfg, options)
   context = options.context(cfg.max_position_embeddings)
-  pages = options.pages or options.slots * -(-context // options.page_size)
+  pages = options.pages or options.pages_of_all_slots(context)
   if layout is not None:
     ranks_of(layout, options.slots, pages)
-  memory.check_fits(cfg, options.slots, -(-pages // options.slots) * options.page_size)
+  devices = 1 if layout is None else layout.mesh.size
+  memory.check_fits(cfg, options.slots, options.tokens_of_a_slot(pages), devices=devices)
   key = _api_key(options)
   listener = _listener(options.host, options.port)
   if key is None:

@@ -99,6 +99,14 @@ class EngineOptions(Options):
   slots: int = Field(gt=0)
   page_size: int = Field(gt=0)
 
+  def pages_of_all_slots(self, context: int) -> int:
+    """Returns the pages that every slot with a request of `context` tokens takes."""
+    return self.slots * -(-context // self.page_size)
+
+  def tokens_of_a_slot(self, pages: int) -> int:
+    """Returns the tokens that each slot has room for where all slots share `pages` alike."""
+    return -(-pages // self.slots) * self.page_size
+
 
 class ServerOptions(EngineOptions):
   """What every server needs to know beside that: its address, and how it ends."""

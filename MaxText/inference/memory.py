@@ -20,20 +20,23 @@ _CGROUPS = (  # limit, use and statistics of a container, in versions 2 and 1 of
 )
 
 
-def check_fits(cfg: Config, batch: int = 1, capacity: int = 1, beside: int = 0) -> None:
-  """Refuses a model that is larger than the memory at hand.
+def check_fits(
+  cfg: Config, batch: int = 1, capacity: int = 1, beside: int = 0, devices: int | None = 1
+) -> None:
+  """Refuses a model that is larger than the memory of the devices that will hold it.
 
   Args:
     cfg: the model and the dtypes to hold.
     batch: rows that decode together.
     capacity: cache slots of each row.
     beside: bytes of what else is allocated.
+    devices: how many of this host's devices hold it together; None for all.
 
   Raises:
     InputError: with what is needed and what there is.
   """
   weights, caches = weight_bytes(cfg), cache_bytes(cfg, batch, capacity) + beside
-  held, place = available_bytes()
+  held, place = available_bytes(devices)
   if weights + caches > held:
     raise InputError(
       f"{cfg.model_name}: too large for this machine: needs {_gib(weights + caches)} "
@@ -81,14 +84,19 @@ def cache_bytes(cfg: Config, batch: int, capacity: int) -> int:
   return batch * (costs.state_bytes(cfg) + capacity * costs.latent_bytes(cfg) + lengths)
 
 
-def available_bytes() -> tuple[int, str]:
-  """Returns the bytes that the default backend can still allocate, and what they are called."""
-  devices = jax.local_devices()
-  if devices[0].platform == "cpu":
-    return host_bytes(), "host memory"
-  stats = [device.memory_stats() or {} for device in devices]
+def available_bytes(devices: int | None = None) -> tuple[int, str]:
+  """Returns the bytes that devices of the default backend can still allocate, and what they are called.
+
+  Args:
+    devices: how many of this host's; None for all.
+  """
+  used = jax.local_devices()[:devices]
+  if used[0].platform == "cpu":
+    return host_bytes(), "host memory"  # of all simulated devices together
+  stats = [device.memory_stats() or {} for device in used]
   free = sum(each.get("bytes_limit", 0) - each.get("bytes_in_use", 0) for each in stats)
-  return free, f"{devices[0].device_kind} memory"
+  number = f"{len(used)} x " if len(used) > 1 else ""
+  return free, f"{number}{used[0].device_kind} memory"
 
 
 def host_bytes() -> int:

@@ -46,7 +46,7 @@ def extent(cfg: Config, options: MicrobenchmarkOptions) -> Extent:
       raise InputError(
         f"{_KEY}{key}: {max(numbers)} exceeds slots {options.slots}; give slots={max(numbers)}"
       )
-  pages = options.slots * -(-limit // options.page_size)
+  pages = options.pages_of_all_slots(limit)
   if options.pages is not None and options.pages < pages:
     all_of_them = f"{options.slots} requests of {limit} tokens each take {pages}"
     raise InputError(f"pages: {options.pages} are too few: {all_of_them}")

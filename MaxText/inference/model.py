@@ -238,7 +238,8 @@ def prepare(
   context = _context(cfg, options.max_target_length)
   requests = make_requests(prompts, settings, tokenizer, cfg.vocab_size, context)
   capacity = _capacity(requests, options.prefill_chunk, options.max_target_length)
-  memory.check_fits(cfg, len(batches(len(requests))[0]), capacity)
+  devices = 1 if layout is None else layout.mesh.size
+  memory.check_fits(cfg, len(batches(len(requests))[0]), capacity, devices=devices)
   decoder, words = weights.read_decoder(cfg, source, options.seed, options.adapters, layout)
   if layout is not None:
     print(describe_layout(layout, decoder), file=sys.stderr)

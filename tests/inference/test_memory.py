@@ -39,7 +39,9 @@ def test_cache_bytes_are_those_of_the_caches(cfg):
 
 def test_what_does_not_fit_is_refused_with_the_sizes(monkeypatch):
   cfg = k3_config()
-  monkeypatch.setattr(memory, "available_bytes", lambda: (2 * memory.weight_bytes(cfg), "test memory"))
+  monkeypatch.setattr(
+    memory, "available_bytes", lambda devices=None: (2 * memory.weight_bytes(cfg), "test memory")
+  )
   memory.check_fits(cfg)
   with pytest.raises(
     InputError, match=r"too large for this machine: needs .* GiB caches\), available .* of test"
@@ -51,12 +53,32 @@ def test_what_does_not_fit_is_refused_with_the_sizes(monkeypatch):
 def test_training_needs_gradients_and_moments_too(monkeypatch, ours, moments, copies):
   cfg = k3_config().model_copy(update=ours)
   needed = copies * memory.weight_bytes(cfg)
-  monkeypatch.setattr(memory, "available_bytes", lambda: (needed, "test memory"))
+  monkeypatch.setattr(memory, "available_bytes", lambda devices=None: (needed, "test memory"))
   memory.check_trains(cfg, moments)
-  monkeypatch.setattr(memory, "available_bytes", lambda: (needed - 1, "test memory"))
+  monkeypatch.setattr(memory, "available_bytes", lambda devices=None: (needed - 1, "test memory"))
   words = r"too large to train on this machine: needs .* weights, .* gradients, .* optimizer moments\), avail"
   with pytest.raises(InputError, match=words):
     memory.check_trains(cfg, moments)
+
+
+class Accelerator:
+  """A device that says what it holds, as GPUs and TPUs do."""
+
+  platform, device_kind = "tpu", "TPU"
+
+  def memory_stats(self):
+    return {"bytes_limit": 16 * memory.GIB, "bytes_in_use": memory.GIB}
+
+
+def test_memory_is_that_of_the_devices_that_hold_the_model(monkeypatch):
+  monkeypatch.setattr(memory.jax, "local_devices", lambda: [Accelerator()] * 4)
+  assert memory.available_bytes(1) == (15 * memory.GIB, "TPU memory")
+  assert memory.available_bytes() == (60 * memory.GIB, "4 x TPU memory")
+  cfg = k3_config()
+  monkeypatch.setattr(memory, "weight_bytes", lambda cfg: 20 * memory.GIB)
+  memory.check_fits(cfg, devices=2)
+  with pytest.raises(InputError, match="needs 20.0 GiB .* available 15.0 GiB of TPU memory"):
+    memory.check_fits(cfg)
 
 
 def test_a_container_leaves_what_it_has_not_used(tmp_path):

@@ -388,9 +388,15 @@ def test_a_stage_bounds_the_engine_by_the_keys_that_it_reads(stage):
   assert reach.max_target_length == {"sweep": 100 + timed, "generate": 600 + timed}.get(stage, 600 + 1)
 
 
+def test_a_model_that_leaves_out_rows_is_refused(monkeypatch, capsys):
+  monkeypatch.setattr(command, "load", lambda *_: pytest.fail("loads all the same"))
+  assert command.main(["kimi-k3-tiny", "moe_dispatch=ragged_all_to_all", "moe_capacity_factor=1.0"]) == 2
+  assert "moe_capacity_factor: an answer may not depend on its neighbours" in capsys.readouterr().err
+
+
 def test_a_model_that_does_not_fit_is_refused_at_once(monkeypatch, capsys):
   monkeypatch.setattr(command, "load", lambda *_: pytest.fail("loads all the same"))
-  monkeypatch.setattr(memory, "available_bytes", lambda: (64 * memory.GIB, "test memory"))
+  monkeypatch.setattr(memory, "available_bytes", lambda devices=None: (64 * memory.GIB, "test memory"))
   assert command.main(["kimi-k3", "dtype=bfloat16"]) == 2
   assert "kimi-k3: too large for this machine: needs" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""`python -m MaxText.sft` with adapters: starts as the base, changes nothing else, merges into the same."""
+"""`python -m MaxText.sft`: starts as the base; adapters change nothing else and merge into the same model."""
 
 import json
 
@@ -40,14 +40,19 @@ def base(tmp_path_factory):
   return path
 
 
+def tuned(base, name, *arguments):
+  """Directory of a run of three steps."""
+  given = f"grain_train_files={base}/chats.jsonl steps=3 run_name={name} max_target_length={LENGTH}".split()
+  given += "warmup_steps_fraction=0 thinking=false per_device_batch_size=1".split()
+  done = train(base, base / "base", *given, *arguments, command=sft.main)
+  assert done.returncode == 0, done.stderr[-2000:]
+  return base / name
+
+
 @pytest.fixture(scope="module")
 def run(base):
   """Three steps of adapters."""
-  arguments = f"grain_train_files={base}/chats.jsonl steps=3 run_name=run max_target_length={LENGTH}".split()
-  arguments += "learning_rate=0.05 warmup_steps_fraction=0 thinking=false per_device_batch_size=1".split()
-  done = train(base, base / "base", *arguments, *LORA, command=sft.main)
-  assert done.returncode == 0, done.stderr[-2000:]
-  return base / "run"
+  return tuned(base, "run", "learning_rate=0.05", *LORA)
 
 
 @nnx.jit
@@ -102,6 +107,20 @@ def test_the_file_alone_the_run_and_the_merged_weights_are_one_model(base, run, 
   assert np.abs(want - untouched).max() > 1e-3
   np.testing.assert_allclose(logits(load_params(run, cfg, progress=False), batch), want, rtol=0, atol=1e-5)
   np.testing.assert_allclose(logits(merged(adapted), batch), want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow  # a training program more
+def test_tuning_all_weights_starts_as_adapters_do_and_changes_every_matrix(base, run):
+  whole = tuned(base, "whole", "learning_rate=0.003")
+  assert losses(whole)[0] == pytest.approx(losses(run)[0], rel=1e-5)
+  assert losses(whole)[2] < losses(whole)[0]
+  cfg = loader.load(base / "base")
+  before, after = (
+    ParameterTree(load_params(path, cfg, progress=False)).values for path in (base / "base", whole)
+  )
+  assert before.keys() == after.keys() and not (whole / "adapters.safetensors").exists()
+  still = {path for path in before if np.array_equal(before[path], after[path])}
+  assert all(path.endswith("e_score_correction_bias") for path in still)
 
 
 def test_adapters_of_nothing_are_refused(tmp_path):
