@@ -36,21 +36,21 @@ HELP = """usage: python -m MaxText.convert SRC DST key=value ...
 Every tensor of SRC is used once, or listed as skipped (vision); anything left over or missing stops the
 conversion. Stored types are kept: a bfloat16 checkpoint stays bfloat16, packed experts stay packed. A
 published directory that went through Orbax comes back with the bytes that it had. Tokenizer files are copied.
+A run's experts are packed where its model has MXFP4 experts; expert_quantization=none exports plain ones.
 
 examples:
   python -m MaxText.convert ~/Kimi-Linear-48B-A3B-Instruct ~/kimi-linear-orbax scan_layers=true
   python -m MaxText.convert ~/kimi-linear-orbax ~/exported
   python -m MaxText.convert runs/mine ~/mine
+  python -m MaxText.convert runs/mine ~/mine-plain expert_quantization=none
   python -m MaxText.convert ~/Kimi-K3/config.json my-k3.yml
 
 Byte totals go to stderr. Exit status: 0, or 2 for a mistake in what was given; nothing half-written remains.
 
 keys and their defaults:"""
-KEYS = (
-  "scan_layers",
-  "weight_dtype",
-  "expert_weights",
-)  # of the model's keys, those that change what is written
+# of the model's keys, those that change what is written
+KEYS = ("scan_layers", "weight_dtype", "expert_weights")
+ROUNDED_NOTE = "plain experts, rounded to MXFP4 on the way; expert_quantization=none keeps them as they are"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -126,6 +126,8 @@ def _write_checkpoint(source: str, cfg: Config, target: Path, options: ConvertOp
   if kind(source) == "published" and options.adapters is None:
     save_orbax(loaded.model, target, manifest=loaded.manifest, companions=source, overwrite=options.overwrite)
   else:
+    if loaded.manifest is None and cfg.expert_quantization == "mxfp4" and not loaded.model.cfg.packs_experts:
+      print(f"{source}: {ROUNDED_NOTE}", file=sys.stderr)
     save_published(
       loaded.model,
       loaded.model.cfg,

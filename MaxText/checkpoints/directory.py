@@ -15,6 +15,8 @@ ORBAX_FORMAT = 1
 _ORBAX_LAYOUT = {"scan_layers", "expert_weights", "dtype", "weight_dtype"}
 # keys that say which adapters a checkpoint of a fine-tuning run holds beside its weights
 LORA_KEYS = ("lora_rank", "lora_alpha", "lora_targets", "lora_experts")
+# said where it is true: the plain experts of the checkpoint count as rounded to MXFP4
+ROUNDED_KEY = "mxfp4_qat"
 RUN_FILE = "run.json"  # beside config.json in the directory of a training run
 RUN_STEPS = "checkpoints"  # one folder a step below it
 RUN_PREFIXES = ("params.params.decoder.", "nnx_aux.model.decoder.")  # weights in a checkpoint of maxtext
@@ -64,9 +66,11 @@ def home(directory: str | Path) -> Path:
 
 
 def write_orbax_file(directory: Path, name: str, cfg: Config, manifest: dict[str, Any] | None = None) -> None:
-  """Writes how the tree of `cfg` is laid out: scanned or not, experts packed or not, and the dtypes."""
+  """Writes how the tree of `cfg` is laid out: scanned or not, experts packed, rounded or neither, dtypes."""
   layout = {"scan_layers": cfg.scan_layers, "expert_weights": cfg.expert_weights}
   layout |= {"dtype": cfg.dtype, "weight_dtype": cfg.parameter_dtype}
+  if cfg.mxfp4_qat and not cfg.packs_experts:
+    layout[ROUNDED_KEY] = True
   if cfg.lora_rank:
     layout |= {key: getattr(cfg, key) for key in LORA_KEYS}
   about = {"format": ORBAX_FORMAT, "layout": layout, "manifest": manifest}
@@ -101,7 +105,8 @@ def read_orbax_file(directory: Path, name: str = ORBAX_FILE) -> dict[str, Any]:
   if written != ORBAX_FORMAT:
     raise CheckpointError(f"{path}: format {written}, expected {ORBAX_FORMAT}")
   layout = about.get("layout")
-  if not isinstance(layout, dict) or layout.keys() - {*LORA_KEYS} != _ORBAX_LAYOUT or "manifest" not in about:
+  may = {*LORA_KEYS, ROUNDED_KEY}
+  if not isinstance(layout, dict) or layout.keys() - may != _ORBAX_LAYOUT or "manifest" not in about:
     raise CheckpointError(f"{path}: expected manifest, and layout with {', '.join(sorted(_ORBAX_LAYOUT))}")
   return about
 

@@ -1,8 +1,11 @@
 """Saves and restores a decoder's tree with Orbax.
 
 The tree is stored as the model holds it, scanned or unrolled; a model of the other layout is restacked on the
-host. Beside the arrays lie config.json, the tokenizer files, and one JSON file, written last, that says how
-the tree is laid out and how a published source stored its tensors.
+host. Experts that were trained through the MXFP4 grid are stored as the optimizer left them and restored on
+the grid, as the forward pass of that training used them; only more of it gets them as they are stored.
+
+Beside the arrays lie config.json, the tokenizer files, and one JSON file, written last, that says how the
+tree is laid out and how a published source stored its tensors.
 """
 
 import json
@@ -10,11 +13,11 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -41,21 +44,26 @@ from MaxText.common.errors import CheckpointError
 from MaxText.configs.comparison import architecture_differences
 from MaxText.configs.published import from_published
 from MaxText.configs.schema import Config
-from MaxText.kernels.mxfp4 import MxFp4, unpack
+from MaxText.kernels.mxfp4 import MxFp4, pack, unpack
 from MaxText.models import registry
 from MaxText.models.adapters import merged
 from MaxText.models.kimi_k3 import KimiDecoder
 
 _ARRAYS = "params"
+_EXPERTS = tuple(f".experts.{name}" for name in ("w1", "w2", "w3"))
 _BATCH_BYTES = 1 << 30  # of stored arrays on the host at a time while a tree is restacked
 
 
+View = Literal["same", "unpacked", "rounded", "packed", "scale"]
+
+
 class Piece(NamedTuple):
-  """One stored array (or a packed pair), or one row of its stack, that fills `parameter[lead]`."""
+  """One stored array (or a packed pair), or one row of its stack, whose `view` fills `parameter[lead]`."""
 
   stored: tuple[str, ...]
   row: tuple[int, ...]
   lead: tuple[int, ...]
+  view: View
 
 
 def save_orbax(
@@ -109,7 +117,9 @@ def restore_orbax(
   home, arrays_at, prefixes = (*run, RUN_PREFIXES) if run else (directory, directory / _ARRAYS, ("",))
   stored_cfg, manifest = _read_about(home, cfg, RUN_FILE if run else ORBAX_FILE)
   stored = ParameterTree(registry.abstract(stored_cfg))
-  cfg = stored_experts(cfg, stored_cfg.packs_experts)
+  rounds = stored_cfg.mxfp4_qat and not cfg.mxfp4_qat  # training would round them in each forward pass
+  # adapters merge into plain experts only
+  cfg = stored_experts(cfg, stored_cfg.packs_experts or (rounds and not stored_cfg.lora_rank))
   cfg = cfg.model_copy(
     update={key: getattr(stored_cfg, key) for key in LORA_KEYS}
   )  # adapters are part of a run
@@ -119,10 +129,10 @@ def restore_orbax(
   with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
     archive = _Archive(arrays_at, checkpointer, prefixes)
     archive.check(stored)
-    if archive.same_shapes(tree):
+    if archive.same_shapes(tree) and not rounds:
       arrays = archive.restore(tree, mesh_shardings)
     else:
-      restacker = _Restacker(archive, _pieces(tree, stored), tree.values)
+      restacker = _Restacker(archive, _pieces(tree, stored, rounds), tree.values)
       arrays = place_all(restacker.shapes, restacker, mesh_shardings, progress)
   held, seconds = held_by_dtype(arrays.values()), time.monotonic() - started
   report = LoadReport(str(directory), archive.bytes_by_dtype(), held, len(archive.shapes), (), seconds)
@@ -232,15 +242,34 @@ def _read_about(directory: Path, cfg: Config, name: str) -> tuple[Config, Manife
   return stored.model_copy(update={"lora_rank": 0} | layout), manifest
 
 
-def _pieces(tree: ParameterTree, stored: ParameterTree) -> dict[str, list[Piece]]:
-  """Says for each parameter of `tree` which stored arrays, or rows of them, fill it."""
+def _pieces(tree: ParameterTree, stored: ParameterTree, rounds: bool) -> dict[str, list[Piece]]:
+  """Says for each parameter of `tree` which stored arrays fill it; with `rounds`, plain experts rounded."""
   places = {name: (path, row) for name, path, row in stored.numbered()}
   pieces: dict[str, list[Piece]] = {path: [] for path in tree.values}
   for name, path, lead in tree.numbered():
-    parts = (name,) if name in places else (f"{name}_packed", f"{name}_scale")
+    parts, view = _source(name, places.keys())
+    if rounds and view == "same" and name.endswith(_EXPERTS):
+      view = "rounded"
     stacks = tuple(places[part][0] for part in parts)
-    pieces[path].append(Piece(stacks, places[parts[0]][1], lead))
+    pieces[path].append(Piece(stacks, places[parts[0]][1], lead, view))
   return pieces
+
+
+def _source(name: str, stored: Collection[str]) -> tuple[tuple[str, ...], View]:
+  """Returns the stored arrays that fill a parameter, and how: experts may be packed there and plain here."""
+  if name in stored:
+    return (name,), "same"
+  if f"{name}_packed" in stored:
+    return (f"{name}_packed", f"{name}_scale"), "unpacked"
+  stem, _, half = name.rpartition("_")
+  return (stem,), "packed" if half == "packed" else "scale"
+
+
+def _viewed(view: View, found: list[np.ndarray], dtype: Any) -> np.ndarray:
+  if view == "same":
+    return found[0]
+  codes = MxFp4(*found) if view == "unpacked" else pack(found[0])
+  return getattr(codes, view) if view in ("packed", "scale") else unpack(codes, dtype)
 
 
 class _Restacker:
@@ -285,8 +314,7 @@ class _Restacker:
       if all(part.start <= i < part.stop for i, part in zip(piece.lead, region)):
         at = tuple(i - part.start for i, part in zip(piece.lead, region))
         found = [self._arrays[name][piece.row or ...] for name in piece.stored]
-        values = found[0] if len(found) == 1 else unpack(MxFp4(*found), dtype)
-        buffer[at or ...] = values[region[len(piece.lead) :]]
+        buffer[at or ...] = _viewed(piece.view, found, dtype)[region[len(piece.lead) :]]
     return buffer
 
 

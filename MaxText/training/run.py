@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from MaxText.checkpoints.adapters import save_adapters
 from MaxText.checkpoints.directory import (
+  ROUNDED_KEY,
   RUN_FILE,
   kind,
   read_orbax_file,
@@ -157,9 +158,10 @@ def _check_directory(directory: Path, cfg: Config) -> bool:
     if differing:
       raise CheckpointError(f"{directory}: a run of another architecture: {'; '.join(differing[:4])}")
     layout = read_orbax_file(directory, RUN_FILE)["layout"]
-    for key, now in (("scan_layers", cfg.scan_layers), ("weight_dtype", cfg.parameter_dtype)):
-      if layout[key] != now:
-        raise CheckpointError(f"{directory}: {key} is {layout[key]} in this run, {now} now")
+    given = {"scan_layers": cfg.scan_layers, "weight_dtype": cfg.parameter_dtype, ROUNDED_KEY: cfg.mxfp4_qat}
+    for key, now in given.items():
+      if (then := layout.get(key, False)) != now:
+        raise CheckpointError(f"{directory}: {key} is {then} in this run, {now} now")
     return False
   if kind(directory):
     raise CheckpointError(f"{directory}: holds a checkpoint and no run; give another run_name")

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from MaxText.checkpoints.layout import ParameterTree
 from MaxText.checkpoints.load import load_params
+from MaxText.checkpoints.orbax_io import save_orbax
 from MaxText.checkpoints.write import save_published
 from MaxText.common.errors import ConfigError
 from MaxText.configs.loader import load as load_config
@@ -43,6 +45,31 @@ def test_forward_in_training_equals_the_packed_export(k3_directory, tmp_path):
   experts = packed.layers[1].block_sparse_moe.experts
   assert experts.w1_packed[...].dtype == np.uint8
   np.testing.assert_allclose(got, logits(packed, batch), rtol=0, atol=2e-6 * float(np.abs(got).max()))
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_a_checkpoint_of_training_is_restored_on_the_grid_and_for_training_as_it_is(
+  k3_directory, tmp_path, scan_layers
+):
+  model = moved_off_the_grid(load(k3_directory, **TRAINING))
+  save_published(model, model.cfg, tmp_path / "export", progress=False)
+  save_orbax(model, tmp_path / "orbax")
+  held = lambda name, **ours: (
+    ParameterTree(
+      load_params(
+        tmp_path / name,
+        model.cfg.model_copy(update=dict(scan_layers=scan_layers, mxfp4_qat=False) | ours),
+        progress=False,
+      )
+    ).values
+  )
+  for weights in ("packed", "dequantized"):
+    want, got = (held(name, expert_weights=weights) for name in ("export", "orbax"))
+    assert want.keys() == got.keys()
+    assert any(path.endswith("w1_packed") for path in want) == (weights == "packed")
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+  if not scan_layers:
+    jax.tree.map(np.testing.assert_array_equal, held("orbax", **TRAINING), ParameterTree(model).values)
 
 
 def test_a_stack_of_experts_rounds_the_layer_in_use():

@@ -2,7 +2,6 @@
 
 import json
 
-import jax
 import numpy as np
 import pytest
 
@@ -31,7 +30,7 @@ def places(tmp_path_factory):
   (root / "lines.jsonl").write_text("\n".join(json.dumps({"text": "word " * n}) for n in range(1, 40)))
   data = [f"grain_train_files={root}/lines.jsonl", f"base_output_directory={root}", "run_name=run"]
   assert main(["kimi-k3-tiny", *SMALL, *STEPS, *data]) == 0
-  assert convert.main([str(root / "run"), str(root / "export"), "expert_weights=packed"]) == 0
+  assert convert.main([str(root / "run"), str(root / "export")]) == 0
   assert convert.main([str(root / "export"), str(root / "orbax")]) == 0
   assert convert.main([str(root / "orbax"), str(root / "again")]) == 0
   return root
@@ -42,24 +41,34 @@ def tensors(directory):
 
 
 def values(path, *overrides):
-  cfg = loader.load(path, overrides)
-  return cfg, ParameterTree(load_params(path, cfg, progress=False)).values
+  return ParameterTree(load_params(path, loader.load(path, overrides), progress=False)).values
 
 
-def test_experts_left_the_grid_in_training(places):
-  cfg, tree = values(places / "run")
-  assert cfg.mxfp4_qat
-  experts = [value for path, value in tree.items() if ".experts.w1" in path]
-  assert experts and all(value.dtype == np.float32 for value in experts)
-  mantissas = np.unique(np.abs(np.frexp(np.asarray(experts[0]))[0]))
-  assert mantissas.size > 100  # MXFP4 has eight magnitudes a block, of four mantissas
+def magnitudes(tree):
+  """Different mantissas of the experts' w1."""
+  found = [np.asarray(value) for path, value in tree.items() if path.endswith(".experts.w1")]
+  assert found and all(value.dtype == np.float32 for value in found)
+  return np.unique(np.abs(np.frexp(np.concatenate([value.ravel() for value in found]))[0])).size
+
+
+def test_a_run_keeps_what_the_optimizer_moved_and_is_read_as_it_computes(places):
+  """Only more of such training gets experts between the points of the grid."""
+  plain = "expert_weights=dequantized"
+  assert magnitudes(values(places / "run", plain, "mxfp4_qat=true")) > 1000
+  assert (
+    magnitudes(values(places / "run", plain)) <= 3
+  )  # 0, and the mantissas of 0.5, 1, 2, 4 and of 1.5, 3, 6
+  assert any(path.endswith("experts.w1_packed") for path in values(places / "run"))
 
 
 def test_the_export_decodes_as_the_run_computes(places):
   run, export = (MaxText.from_pretrained(str(places / name), dtype="float32") for name in ("run", "export"))
+  as_trained = {"mxfp4_qat": True, "expert_weights": "dequantized"}
+  trained = MaxText.from_pretrained(str(places / "run"), dtype="float32", **as_trained)
   ids = run.tokenizer.encode("word word word word word")
-  expected, got = run.logits(ids), export.logits(ids)
-  np.testing.assert_allclose(got, expected, rtol=0, atol=2e-6 * float(np.abs(expected).max()))
+  expected = trained.logits(ids)
+  for model in (run, export):
+    np.testing.assert_allclose(model.logits(ids), expected, rtol=0, atol=2e-6 * float(np.abs(expected).max()))
   answers = [
     model.generate(["word word"], max_new_tokens=8, stop_ids=[])[0].token_ids for model in (run, export)
   ]
@@ -83,9 +92,17 @@ def test_a_run_goes_on_from_its_export(places):
   np.testing.assert_allclose(first["export"], first["run"], rtol=1e-6)
 
 
-def test_the_run_exports_plain_too(places):
-  assert convert.main([str(places / "run"), str(places / "plain")]) == 0
-  _, run = values(places / "run", "scan_layers=false")
-  _, plain = values(places / "plain", "scan_layers=false")
-  same = jax.tree.map(lambda a, b: np.array_equal(a, b), run, plain)
-  assert all(same.values()) and run.keys() == plain.keys()
+def test_the_run_exports_plain_numbers_of_the_grid(places):
+  assert convert.main([str(places / "run"), str(places / "plain"), "expert_quantization=none"]) == 0
+  plain = values(places / "plain")
+  assert magnitudes(plain) <= 3
+  packed = values(places / "export", "expert_weights=dequantized")
+  assert plain.keys() == packed.keys()
+  assert all(np.array_equal(value, packed[path]) for path, value in plain.items())
+
+
+def test_a_run_does_not_go_on_off_the_grid(places, capfd):
+  data = [f"grain_train_files={places}/lines.jsonl", f"base_output_directory={places}", "run_name=run"]
+  off = [argument for argument in STEPS if argument != "mxfp4_qat=true"]
+  assert main(["kimi-k3-tiny", *SMALL, *off, *data]) == 2
+  assert "run: mxfp4_qat is True in this run, False now" in capfd.readouterr().err
