@@ -126,7 +126,7 @@ def _write_checkpoint(source: str, cfg: Config, target: Path, options: ConvertOp
   if kind(source) == "published" and options.adapters is None:
     save_orbax(loaded.model, target, manifest=loaded.manifest, companions=source, overwrite=options.overwrite)
   else:
-    if loaded.manifest is None and cfg.expert_quantization == "mxfp4" and not loaded.model.cfg.packs_experts:
+    if _rounds(loaded, source):
       print(f"{source}: {ROUNDED_NOTE}", file=sys.stderr)
     save_published(
       loaded.model,
@@ -139,6 +139,21 @@ def _write_checkpoint(source: str, cfg: Config, target: Path, options: ConvertOp
       max_shard_bytes=options.max_shard_bytes,
     )
   print(f"{target}: written, {kind(target)}", file=sys.stderr)
+
+
+def _rounds(loaded: "Loaded", source: str) -> bool:
+  """Whether the published form rounds experts to MXFP4 that were used as plain numbers, or with adapters."""
+  from MaxText.checkpoints.directory import ROUNDED_KEY, kind, stored_layout
+  from MaxText.checkpoints.layout import ParameterTree
+
+  cfg = loaded.model.cfg
+  if cfg.expert_quantization != "mxfp4" or cfg.packs_experts:
+    return False
+  if any(".experts." in path and "_lora" in path for path in ParameterTree(loaded.model).values):
+    return True
+  if kind(source) == "published" or loaded.manifest is not None:
+    return False  # as they were published
+  return not stored_layout(source).get(ROUNDED_KEY, False)
 
 
 def _help() -> Iterator[str]:

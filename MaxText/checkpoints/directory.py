@@ -15,7 +15,7 @@ ORBAX_FORMAT = 1
 _ORBAX_LAYOUT = {"scan_layers", "expert_weights", "dtype", "weight_dtype"}
 # keys that say which adapters a checkpoint of a fine-tuning run holds beside its weights
 LORA_KEYS = ("lora_rank", "lora_alpha", "lora_targets", "lora_experts")
-# said where it is true: the plain experts of the checkpoint count as rounded to MXFP4
+# whether the plain experts of a checkpoint count as rounded to MXFP4; old ones do not say
 ROUNDED_KEY = "mxfp4_qat"
 RUN_FILE = "run.json"  # beside config.json in the directory of a training run
 RUN_STEPS = "checkpoints"  # one folder a step below it
@@ -69,8 +69,7 @@ def write_orbax_file(directory: Path, name: str, cfg: Config, manifest: dict[str
   """Writes how the tree of `cfg` is laid out: scanned or not, experts packed, rounded or neither, dtypes."""
   layout = {"scan_layers": cfg.scan_layers, "expert_weights": cfg.expert_weights}
   layout |= {"dtype": cfg.dtype, "weight_dtype": cfg.parameter_dtype}
-  if cfg.mxfp4_qat and not cfg.packs_experts:
-    layout[ROUNDED_KEY] = True
+  layout[ROUNDED_KEY] = cfg.mxfp4_qat and not cfg.packs_experts
   if cfg.lora_rank:
     layout |= {key: getattr(cfg, key) for key in LORA_KEYS}
   about = {"format": ORBAX_FORMAT, "layout": layout, "manifest": manifest}
@@ -84,13 +83,22 @@ def stored_dtype(directory: str | Path) -> Literal["float32", "bfloat16"]:
     CheckpointError: no checkpoint there, or an unreadable one.
   """
   if kind(directory) == "orbax":
-    run = run_checkpoint(Path(directory))
-    about = read_orbax_file(run[0], RUN_FILE) if run else read_orbax_file(Path(directory))
-    return about["layout"]["weight_dtype"]
+    return stored_layout(directory)["weight_dtype"]
   wide = ("A_log", "dt_bias", "conv1d.weight", "o_norm.weight", "e_score_correction_bias")
   entries = open_published(directory).entries.values()
   matrices = {entry.dtype for entry in entries if not entry.name.endswith(wide)} - {"U8"}
   return "bfloat16" if matrices == {"BF16"} else "float32"
+
+
+def stored_layout(directory: str | Path) -> dict[str, Any]:
+  """Returns how the tree of an Orbax checkpoint, or of a training run, is laid out.
+
+  Raises:
+    CheckpointError: unreadable, of another format, or incomplete.
+  """
+  run = run_checkpoint(Path(directory))
+  about = read_orbax_file(run[0], RUN_FILE) if run else read_orbax_file(Path(directory))
+  return about["layout"]
 
 
 def read_orbax_file(directory: Path, name: str = ORBAX_FILE) -> dict[str, Any]:
@@ -105,8 +113,8 @@ def read_orbax_file(directory: Path, name: str = ORBAX_FILE) -> dict[str, Any]:
   if written != ORBAX_FORMAT:
     raise CheckpointError(f"{path}: format {written}, expected {ORBAX_FORMAT}")
   layout = about.get("layout")
-  may = {*LORA_KEYS, ROUNDED_KEY}
-  if not isinstance(layout, dict) or layout.keys() - may != _ORBAX_LAYOUT or "manifest" not in about:
+  optional = {*LORA_KEYS, ROUNDED_KEY}
+  if not isinstance(layout, dict) or layout.keys() - optional != _ORBAX_LAYOUT or "manifest" not in about:
     raise CheckpointError(f"{path}: expected manifest, and layout with {', '.join(sorted(_ORBAX_LAYOUT))}")
   return about
 

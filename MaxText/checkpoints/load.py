@@ -29,7 +29,7 @@ def load(
   Args:
     directory: a published directory or an Orbax checkpoint.
     cfg: the architecture, and the dtypes to hold. Experts are held packed only where all of them are stored
-      packed.
+      packed, or count as rounded (`orbax_io`).
     mesh_shardings: what each parameter is split like, as in `placement.place_all`; only the slices that
       devices of this process hold are read.
     progress: draw a progress bar on a terminal.

@@ -10,14 +10,12 @@ tree is laid out and how a published source stored its tensors.
 
 import json
 import logging
-import math
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -35,35 +33,21 @@ from MaxText.checkpoints.directory import (
 )
 from MaxText.checkpoints.layout import ParameterTree
 from MaxText.checkpoints.manifest import Manifest
-from MaxText.checkpoints.placement import Fill, Region, host_buffer, place_all, sharding_by_path
+from MaxText.checkpoints.placement import place_all, sharding_by_path
 from MaxText.checkpoints.published import stored_experts
 from MaxText.checkpoints.reader import read_json
 from MaxText.checkpoints.report import Loaded, LoadReport, held_by_dtype
+from MaxText.checkpoints.restack import Restacker, nbytes, pieces
 from MaxText.checkpoints.staging import staged
 from MaxText.common.errors import CheckpointError
 from MaxText.configs.comparison import architecture_differences
 from MaxText.configs.published import from_published
 from MaxText.configs.schema import Config
-from MaxText.kernels.mxfp4 import MxFp4, pack, unpack
 from MaxText.models import registry
 from MaxText.models.adapters import merged
 from MaxText.models.kimi_k3 import KimiDecoder
 
 _ARRAYS = "params"
-_EXPERTS = tuple(f".experts.{name}" for name in ("w1", "w2", "w3"))
-_BATCH_BYTES = 1 << 30  # of stored arrays on the host at a time while a tree is restacked
-
-
-View = Literal["same", "unpacked", "rounded", "packed", "scale"]
-
-
-class Piece(NamedTuple):
-  """One stored array (or a packed pair), or one row of its stack, whose `view` fills `parameter[lead]`."""
-
-  stored: tuple[str, ...]
-  row: tuple[int, ...]
-  lead: tuple[int, ...]
-  view: View
 
 
 def save_orbax(
@@ -104,7 +88,8 @@ def restore_orbax(
 
   Args:
     directory: from `save_orbax`; or a training run, for its last checkpoint, or one of its checkpoints.
-    cfg: the architecture and the dtypes to hold.
+    cfg: the architecture and the dtypes to hold. Experts that count as rounded are held packed or rounded;
+      with `mxfp4_qat` they are held as they are stored, to be trained on.
     mesh_shardings: as in `load.load`.
     progress: as in `load.load`.
 
@@ -117,9 +102,10 @@ def restore_orbax(
   home, arrays_at, prefixes = (*run, RUN_PREFIXES) if run else (directory, directory / _ARRAYS, ("",))
   stored_cfg, manifest = _read_about(home, cfg, RUN_FILE if run else ORBAX_FILE)
   stored = ParameterTree(registry.abstract(stored_cfg))
-  rounds = stored_cfg.mxfp4_qat and not cfg.mxfp4_qat  # training would round them in each forward pass
+  adapts_experts = any(".experts." in path and "_lora" in path for path in stored.values)
+  rounds = _rounds(stored_cfg, cfg)
   # adapters merge into plain experts only
-  cfg = stored_experts(cfg, stored_cfg.packs_experts or (rounds and not stored_cfg.lora_rank))
+  cfg = stored_experts(cfg, stored_cfg.packs_experts or (rounds and not adapts_experts))
   cfg = cfg.model_copy(
     update={key: getattr(stored_cfg, key) for key in LORA_KEYS}
   )  # adapters are part of a run
@@ -132,11 +118,21 @@ def restore_orbax(
     if archive.same_shapes(tree) and not rounds:
       arrays = archive.restore(tree, mesh_shardings)
     else:
-      restacker = _Restacker(archive, _pieces(tree, stored, rounds), tree.values)
+      restacker = Restacker(archive.read, archive.shapes, pieces(tree, stored, rounds), tree.values)
       arrays = place_all(restacker.shapes, restacker, mesh_shardings, progress)
   held, seconds = held_by_dtype(arrays.values()), time.monotonic() - started
   report = LoadReport(str(directory), archive.bytes_by_dtype(), held, len(archive.shapes), (), seconds)
   return Loaded(tree.merge(arrays), report, manifest)
+
+
+def _rounds(stored: Config, cfg: Config) -> bool:
+  """Whether a checkpoint's plain experts are rounded to MXFP4 where a model of `cfg` is made from it.
+
+  A model that rounds them in each forward pass takes them as they are, unless adapters become part of what
+  they were trained on: that was rounded.
+  """
+  drops_adapters = bool(stored.lora_rank) and not cfg.lora_rank
+  return stored.mxfp4_qat and (drops_adapters or not cfg.mxfp4_qat)
 
 
 class _Archive:
@@ -206,7 +202,7 @@ class _Archive:
     """Sums the stored bytes by dtype."""
     totals: Counter = Counter()
     for value in self.shapes.values():
-      totals[str(value.dtype)] += _nbytes(value)
+      totals[str(value.dtype)] += nbytes(value)
     return dict(totals)
 
 
@@ -240,86 +236,6 @@ def _read_about(directory: Path, cfg: Config, name: str) -> tuple[Config, Manife
   manifest = about["manifest"] and Manifest.from_json(json.dumps(about["manifest"]))
   layout = {key: tuple(value) if isinstance(value, list) else value for key, value in about["layout"].items()}
   return stored.model_copy(update={"lora_rank": 0} | layout), manifest
-
-
-def _pieces(tree: ParameterTree, stored: ParameterTree, rounds: bool) -> dict[str, list[Piece]]:
-  """Says for each parameter of `tree` which stored arrays fill it; with `rounds`, plain experts rounded."""
-  places = {name: (path, row) for name, path, row in stored.numbered()}
-  pieces: dict[str, list[Piece]] = {path: [] for path in tree.values}
-  for name, path, lead in tree.numbered():
-    parts, view = _source(name, places.keys())
-    if rounds and view == "same" and name.endswith(_EXPERTS):
-      view = "rounded"
-    stacks = tuple(places[part][0] for part in parts)
-    pieces[path].append(Piece(stacks, places[parts[0]][1], lead, view))
-  return pieces
-
-
-def _source(name: str, stored: Collection[str]) -> tuple[tuple[str, ...], View]:
-  """Returns the stored arrays that fill a parameter, and how: experts may be packed there and plain here."""
-  if name in stored:
-    return (name,), "same"
-  if f"{name}_packed" in stored:
-    return (f"{name}_packed", f"{name}_scale"), "unpacked"
-  stem, _, half = name.rpartition("_")
-  return (stem,), "packed" if half == "packed" else "scale"
-
-
-def _viewed(view: View, found: list[np.ndarray], dtype: Any) -> np.ndarray:
-  if view == "same":
-    return found[0]
-  codes = MxFp4(*found) if view == "unpacked" else pack(found[0])
-  return getattr(codes, view) if view in ("packed", "scale") else unpack(codes, dtype)
-
-
-class _Restacker:
-  """Fills parameters of one depth layout from arrays of another.
-
-  Arrays are read in batches: one by one is slow, all at once would hold the model twice.
-
-  Attributes:
-    shapes: path -> shape of every parameter, in the order in which they have to be asked for.
-  """
-
-  def __init__(self, archive: _Archive, pieces: dict[str, list[Piece]], shapes: dict[str, Any]):
-    self._archive, self._pieces = archive, pieces
-    # as the archive is laid out, so that a stack is read once and its rows handed out
-    self.shapes = {path: shapes[path] for path in sorted(shapes, key=lambda path: pieces[path][0])}
-    self._waiting = list(self.shapes)
-    self._arrays: dict[str, np.ndarray] = {}
-
-  def __call__(self, path: str) -> Fill:
-    """Returns the function from a slice of parameter `path` to a host buffer."""
-    if any(name not in self._arrays for piece in self._pieces[path] for name in piece.stored):
-      self._arrays.clear()
-      self._arrays = self._archive.read(self._next_batch(path))
-    return partial(self._fill, path)
-
-  def _next_batch(self, path: str) -> list[str]:
-    self._waiting = self._waiting[self._waiting.index(path) :]
-    names: dict[str, None] = {}
-    size = 0
-    for waiting in self._waiting:
-      wanted = [n for piece in self._pieces[waiting] for n in piece.stored if n not in names]
-      size += sum(_nbytes(self._archive.shapes[name]) for name in wanted)
-      if names and size > _BATCH_BYTES:
-        break
-      names |= dict.fromkeys(wanted)
-    return list(names)
-
-  def _fill(self, path: str, region: Region) -> np.ndarray:
-    dtype = self.shapes[path].dtype
-    buffer = host_buffer(tuple(part.stop - part.start for part in region), dtype)
-    for piece in self._pieces[path]:
-      if all(part.start <= i < part.stop for i, part in zip(piece.lead, region)):
-        at = tuple(i - part.start for i, part in zip(piece.lead, region))
-        found = [self._arrays[name][piece.row or ...] for name in piece.stored]
-        buffer[at or ...] = _viewed(piece.view, found, dtype)[region[len(piece.lead) :]]
-    return buffer
-
-
-def _nbytes(shape: jax.ShapeDtypeStruct) -> int:
-  return math.prod(shape.shape) * shape.dtype.itemsize
 
 
 def _nested(flat: dict[str, Any]) -> dict[str, Any]:

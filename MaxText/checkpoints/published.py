@@ -77,7 +77,7 @@ def load_published(
 
 
 def stored_experts(cfg: Config, packed: bool) -> Config:
-  """Returns `cfg` with expert storage that needs no rounding: experts that are not all packed stay plain."""
+  """Returns `cfg` with experts that stay plain where they are not all `packed`, or to be packed."""
   return cfg if packed or not cfg.packs_experts else cfg.model_copy(update={"expert_weights": "dequantized"})
 
 

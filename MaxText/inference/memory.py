@@ -40,8 +40,16 @@ def check_fits(
   if weights + caches > held:
     raise InputError(
       f"{cfg.model_name}: too large for this machine: needs {_gib(weights + caches)} "
-      f"({_gib(weights)} weights, {_gib(caches)} caches), available {_gib(held)} of {place}"
+      f"({_gib(weights)} weights, {_gib(caches)} caches), available {_gib(held)} of {place}{_more(devices)}"
     )
+
+
+def _more(devices: int | None) -> str:
+  """What to say of devices that are there and would not be used; simulated ones share one memory."""
+  there = jax.local_devices()
+  if devices != 1 or len(there) == 1 or there[0].platform == "cpu":
+    return ""
+  return f"; mesh=NAME spreads it over {len(there)} devices"
 
 
 def check_trains(cfg: Config, moments: int) -> None:
@@ -57,7 +65,7 @@ def check_trains(cfg: Config, moments: int) -> None:
   weights = weight_bytes(cfg)
   gradients = 0 if cfg.lora_rank else weights
   needed = weights + (1 + moments) * gradients
-  here, place = available_bytes()
+  here, place = available_bytes(None)
   held = here * jax.process_count()  # the other hosts of a slice have as much
   if needed > held:
     raise InputError(
@@ -84,7 +92,7 @@ def cache_bytes(cfg: Config, batch: int, capacity: int) -> int:
   return batch * (costs.state_bytes(cfg) + capacity * costs.latent_bytes(cfg) + lengths)
 
 
-def available_bytes(devices: int | None = None) -> tuple[int, str]:
+def available_bytes(devices: int | None) -> tuple[int, str]:
   """Returns the bytes that devices of the default backend can still allocate, and what they are called.
 
   Args:

@@ -160,8 +160,9 @@ def _check_directory(directory: Path, cfg: Config) -> bool:
     layout = read_orbax_file(directory, RUN_FILE)["layout"]
     given = {"scan_layers": cfg.scan_layers, "weight_dtype": cfg.parameter_dtype, ROUNDED_KEY: cfg.mxfp4_qat}
     for key, now in given.items():
-      if (then := layout.get(key, False)) != now:
-        raise CheckpointError(f"{directory}: {key} is {then} in this run, {now} now")
+      if (then := layout.get(key, now)) != now:
+        another = f"to change it, give another run_name and checkpoint={directory}"
+        raise CheckpointError(f"{directory}: {key} is {then} in this run, {now} now; {another}")
     return False
   if kind(directory):
     raise CheckpointError(f"{directory}: holds a checkpoint and no run; give another run_name")

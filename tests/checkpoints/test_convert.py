@@ -7,11 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from flax import nnx
 
 from MaxText import convert
 from MaxText.checkpoints.directory import kind, stored_dtype
+from MaxText.checkpoints.orbax_io import save_orbax
 from MaxText.checkpoints.reader import open_published
 from MaxText.configs.loader import load as load_config
+from MaxText.models import registry
 from tests.checkpoints.samples import assert_same_tensors, config_of, write_k3
 
 VISION = ("vision_tower.", "mm_projector.")
@@ -54,6 +57,21 @@ def test_a_float32_checkpoint_stays_float32(tmp_path):
   assert stored_dtype(tmp_path / "narrow") == "bfloat16"
   assert run(tmp_path / "narrow", tmp_path / "wide", "weight_dtype=float32") == 0
   assert stored_dtype(tmp_path / "wide") == "float32"  # asked for, so it wins over the stored types
+
+
+def test_plain_experts_are_rounded_with_a_word_or_kept(tmp_path, capsys):
+  """As a run without `mxfp4_qat` leaves them: plain, without a published source."""
+  source = write_k3(tmp_path / "source")
+  for name, in_training in (("plain", False), ("rounded", True)):
+    cfg = config_of(source, expert_weights="dequantized", mxfp4_qat=in_training)
+    save_orbax(registry.build(cfg, nnx.Rngs(0)), tmp_path / name)
+  said = {}
+  for source, *arguments in (["plain"], ["plain", "expert_quantization=none"], ["rounded"]):
+    assert run(tmp_path / source, tmp_path / "out", "overwrite=true", *arguments) == 0
+    said[source, *arguments] = "rounded to MXFP4 on the way" in capsys.readouterr().err
+    packed = any(name.endswith("_packed") for name in open_published(tmp_path / "out").entries)
+    assert packed == (not arguments)
+  assert list(said.values()) == [True, False, False]
 
 
 def test_configurations_go_both_ways(k3_directory, tmp_path):

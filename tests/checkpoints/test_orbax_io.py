@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from MaxText.checkpoints import orbax_io
+from MaxText.checkpoints import orbax_io, restack
 from MaxText.checkpoints.directory import ORBAX_FILE, kind, stored_dtype
 from MaxText.checkpoints.layout import ParameterTree
 from MaxText.checkpoints.load import load
@@ -169,7 +169,7 @@ def test_an_incomplete_closing_file_is_refused(stored, tmp_path, content):
 
 def test_restacking_in_many_batches(stored, k3_directory, monkeypatch):
   target, saved = stored
-  monkeypatch.setattr(orbax_io, "_BATCH_BYTES", 500_000)
+  monkeypatch.setattr(restack, "_BATCH_BYTES", 500_000)
   layout = "scan_layers=false" if saved.model.plan.repeats else "scan_layers=true"
   wanted = load(k3_directory, config_of(k3_directory, layout)).model
   assert_same_models(load(target, config_of(target, layout)).model, wanted)

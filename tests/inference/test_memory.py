@@ -6,6 +6,7 @@ import jax
 import pytest
 from flax import nnx
 
+from MaxText import decode, serve
 from MaxText.common.errors import InputError
 from MaxText.inference import memory
 from MaxText.models import registry
@@ -73,12 +74,30 @@ class Accelerator:
 def test_memory_is_that_of_the_devices_that_hold_the_model(monkeypatch):
   monkeypatch.setattr(memory.jax, "local_devices", lambda: [Accelerator()] * 4)
   assert memory.available_bytes(1) == (15 * memory.GIB, "TPU memory")
-  assert memory.available_bytes() == (60 * memory.GIB, "4 x TPU memory")
+  assert memory.available_bytes(None) == (60 * memory.GIB, "4 x TPU memory")
   cfg = k3_config()
   monkeypatch.setattr(memory, "weight_bytes", lambda cfg: 20 * memory.GIB)
   memory.check_fits(cfg, devices=2)
-  with pytest.raises(InputError, match="needs 20.0 GiB .* available 15.0 GiB of TPU memory"):
+  with pytest.raises(
+    InputError, match="needs 20.0 GiB .* available 15.0 GiB of TPU memory; mesh=NAME .* 4 dev"
+  ):
     memory.check_fits(cfg)
+
+
+@pytest.mark.parametrize(
+  "command, arguments, devices",
+  [
+    (decode, [], 1),
+    (decode, ["mesh=cpu-8"], None),
+    (serve, [], 1),
+    (serve, ["mesh=cpu-8", "slots=8", "pages=64"], 8),
+  ],
+)
+def test_commands_ask_for_the_memory_of_their_own_devices(monkeypatch, capsys, command, arguments, devices):
+  asked = []
+  monkeypatch.setattr(memory, "available_bytes", lambda devices: asked.append(devices) or (0, "test memory"))
+  assert command.main(["kimi-k3-tiny", "prompt=x"][: 1 + (command is decode)] + arguments) == 2
+  assert "too large" in capsys.readouterr().err and asked == [devices]
 
 
 def test_a_container_leaves_what_it_has_not_used(tmp_path):
