@@ -145,11 +145,12 @@ def _rounds(loaded: "Loaded", source: str) -> bool:
   """Whether the published form rounds experts to MXFP4 that were used as plain numbers, or with adapters."""
   from MaxText.checkpoints.directory import ROUNDED_KEY, kind, stored_layout
   from MaxText.checkpoints.layout import ParameterTree
+  from MaxText.models.adapters import adapts_experts
 
   cfg = loaded.model.cfg
   if cfg.expert_quantization != "mxfp4" or cfg.packs_experts:
     return False
-  if any(".experts." in path and "_lora" in path for path in ParameterTree(loaded.model).values):
+  if adapts_experts(ParameterTree(loaded.model).values):
     return True
   if kind(source) == "published" or loaded.manifest is not None:
     return False  # as they were published

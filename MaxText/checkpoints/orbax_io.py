@@ -44,7 +44,7 @@ from MaxText.configs.comparison import architecture_differences
 from MaxText.configs.published import from_published
 from MaxText.configs.schema import Config
 from MaxText.models import registry
-from MaxText.models.adapters import merged
+from MaxText.models.adapters import adapts_experts, merged
 from MaxText.models.kimi_k3 import KimiDecoder
 
 _ARRAYS = "params"
@@ -102,10 +102,9 @@ def restore_orbax(
   home, arrays_at, prefixes = (*run, RUN_PREFIXES) if run else (directory, directory / _ARRAYS, ("",))
   stored_cfg, manifest = _read_about(home, cfg, RUN_FILE if run else ORBAX_FILE)
   stored = ParameterTree(registry.abstract(stored_cfg))
-  adapts_experts = any(".experts." in path and "_lora" in path for path in stored.values)
   rounds = _rounds(stored_cfg, cfg)
   # adapters merge into plain experts only
-  cfg = stored_experts(cfg, stored_cfg.packs_experts or (rounds and not adapts_experts))
+  cfg = stored_experts(cfg, stored_cfg.packs_experts or (rounds and not adapts_experts(stored.values)))
   cfg = cfg.model_copy(
     update={key: getattr(stored_cfg, key) for key in LORA_KEYS}
   )  # adapters are part of a run

@@ -5,7 +5,7 @@ matrices of both attentions, `shared_experts.up_proj`, `experts`. `kv_b_proj` is
 keys and values, which the absorbed form reads too.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from flax import nnx
 
@@ -48,6 +48,11 @@ def attach(decoder: nnx.Module, cfg: Config, rngs: nnx.Rngs) -> None:
 def has_adapters(decoder: nnx.Module) -> bool:
   """Whether any adapter hangs on `decoder`."""
   return bool(nnx.to_flat_state(nnx.state(decoder, LoRAParam)))
+
+
+def adapts_experts(paths: Iterable[str]) -> bool:
+  """Whether adapters of routed experts are among the parameters of these dotted paths."""
+  return any(".experts." in path and "_lora." in path for path in paths)
 
 
 def merged[ModuleT: nnx.Module](decoder: ModuleT, *, keep_on_packed: bool = False) -> ModuleT:
