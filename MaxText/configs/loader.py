@@ -146,14 +146,26 @@ def find(config: str | Path) -> Path:
   for path in (Path(text), CONFIGS.parent / inside, CONFIGS / inside, MODELS / text, MODELS / f"{text}.yml"):
     if path.is_file():
       return path
-    for home in (path, path.parent.parent) if path.parent.name == "checkpoints" else (path,):
-      if (home / "config.json").is_file():  # a checkpoint of a training run lies in RUN/checkpoints/STEP
-        return home / "config.json"
+    if (path / "config.json").is_file():
+      return path / "config.json"
+    if path.parent.name == "checkpoints" and (path.parent.parent / "config.json").is_file():
+      return _run_config(path)
   if Path(text).is_dir():
     raise ConfigError(f"{text}: this directory holds no config.json")
   models = known_models()
   hint = did_you_mean(Path(text).stem if text.endswith(".yml") else text, models)
   raise ConfigError(f"{text}: no such file or model{hint} (models: {', '.join(models)})")
+
+
+def _run_config(checkpoint: Path) -> Path:
+  """Returns the config.json of the training run that RUN/checkpoints/STEP is of."""
+  if not checkpoint.is_dir():
+    steps = sorted(
+      (int(step.name) for step in checkpoint.parent.glob("*") if step.name.isdigit()), reverse=True
+    )
+    there = f"there are {', '.join(map(str, steps[:8]))}" if steps else "there are none"
+    raise ConfigError(f"{checkpoint}: no such checkpoint of this training run; {there}")
+  return checkpoint.parent.parent / "config.json"
 
 
 def _chain(path: Path) -> list[tuple[Path, dict[str, Any], dict[str, str]]]:

@@ -8,7 +8,7 @@ from flax import nnx
 
 from MaxText.checkpoints import load
 from MaxText.checkpoints.adapters import load_adapters
-from MaxText.checkpoints.directory import home, kind
+from MaxText.checkpoints.directory import RUN_FILE, home, kind
 from MaxText.common.errors import CheckpointError
 from MaxText.configs import loader
 from MaxText.configs.comparison import architecture_differences
@@ -62,6 +62,8 @@ def find(cfg: Config, checkpoint: str | None, config: str | None = None) -> Sour
     directory = Path(config) if Path(config).is_dir() else file.parent  # of a training run, one checkpoint
     if kind(directory):
       return Source(_same_architecture(cfg, directory, config))
+    if (file.parent / RUN_FILE).is_file():
+      raise CheckpointError(f"{config}: no whole checkpoint of this training run")
   bundled = ASSETS / cfg.model_name
   if kind(bundled) is None:
     return Source(None, "no checkpoint= was given")
