@@ -1,7 +1,8 @@
 """Rematerialisation keeps less and changes nothing.
 
-Compiled, XLA fuses the recomputation otherwise than the first pass and gradients move in the last digits (up
-to 2e-5 of a leaf's largest value, here and in `test_laws.py`); operation by operation they have equal bits.
+Compiled, XLA fuses the recomputation otherwise than the first pass, and merges in one program what the other
+computes twice; gradients move in the last digits (up to 2e-5 of a leaf's largest value, here and in
+`test_laws.py`). Without these two passes they have equal bits.
 """
 
 import re
@@ -13,16 +14,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from MaxText.layers.attn_res import ResidualStream
-from MaxText.models.kimi_k3 import DecoderLayer
-from MaxText.models.remat import rematerialised
 from tests.models.conftest import IDS, K3, load
 from tests.models.test_laws import ids
 from tests.reference.generator import k3_config_json, write_checkpoint
-from tests.small import k3_config
 
 TOKENS = 5
-REFERENCE = dict(kda_impl="reference", moe_impl="reference", mla_impl="reference")
 
 
 @pytest.fixture(scope="module")
@@ -55,25 +51,24 @@ def loss_of(model):
   return loss, param
 
 
-@pytest.mark.parametrize("policy", [pytest.param("minimal", marks=pytest.mark.slow), "full"])
-def test_gradients_have_equal_bits_operation_by_operation(policy):
-  """One layer with attention residuals, full attention and experts."""
-  cfg = k3_config(base_emb_dim=16, num_experts=4, **REFERENCE)
-  graph, shapes = nnx.split(nnx.eval_shape(lambda: DecoderLayer(cfg, 3, rngs=nnx.Rngs(0))))
-  rng = np.random.default_rng(0)
-  normal = lambda shape: jnp.asarray(rng.normal(0, 0.5, shape), jnp.float32)
-  state, values = jax.tree.map(lambda leaf: normal(leaf.shape), shapes), normal((3, 1, 3, 16))
-  segments = jnp.int32([[1, 1, 2]])
+@pytest.mark.parametrize(
+  "stack, policy",
+  [
+    ("two", "full"),
+    pytest.param("two", "minimal", marks=pytest.mark.slow),
+    pytest.param("scan", "full", marks=pytest.mark.slow),
+    pytest.param("scan", "minimal", marks=pytest.mark.slow),
+  ],
+)
+def test_gradients_have_equal_bits_where_xla_neither_fuses_nor_merges(directories, stack, policy):
+  """The whole decoder with its fast kernels, compiled: each operation is the same, on the same numbers."""
+  options = {"xla_disable_hlo_passes": "fusion,cse"}
 
-  def loss(state, values, policy):
-    run = lambda stream: nnx.merge(graph, state)(stream, None, segments, layer=3)
-    out = rematerialised(run, policy)(ResidualStream(values[2], values[:2], 2))
-    assert isinstance(out.stream.closed, int)  # it is structure, and stays so
-    return jnp.sum(out.stream.prefix**2)
+  def gradients(policy):
+    loss, param = loss_of(load(directories[stack], remat_policy=policy, scan_layers=stack == "scan"))
+    return jax.jit(jax.value_and_grad(loss)).lower(param).compile(compiler_options=options)(param)
 
-  with jax.disable_jit():
-    gradients = jax.value_and_grad(loss, argnums=(0, 1))
-    want, got = gradients(state, values, "none"), gradients(state, values, policy)
+  want, got = gradients("none"), gradients(policy)
   for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
     np.testing.assert_array_equal(a, b, jax.tree_util.keystr(path))
 
