@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from MaxText.checkpoints.reader import is_published, open_published, read_json
 from MaxText.common.errors import CheckpointError
+from MaxText.common.steps import whole_steps
 from MaxText.configs.published import from_published, to_published
 from MaxText.configs.schema import Config
 
@@ -52,10 +53,9 @@ def run_checkpoint(directory: Path) -> tuple[Path, Path] | None:
     home, step = directory.parent.parent, directory
   if not (home / RUN_FILE).is_file():
     return None
-  # Orbax writes into a folder of another name and renames it when the checkpoint is whole
-  steps = [folder for folder in (home / RUN_STEPS).glob("*") if folder.name.isdigit()]
+  steps = [home / RUN_STEPS / str(number) for number in whole_steps(home / RUN_STEPS)]
   if step is None and steps:
-    step = max(steps, key=lambda folder: int(folder.name))
+    step = steps[-1]
   return (home, step / "items") if step in steps else None
 
 

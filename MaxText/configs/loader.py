@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, get_origin
 from pydantic import BaseModel
 
 from MaxText.common.errors import ConfigError, did_you_mean
+from MaxText.common.steps import whole_steps
 from MaxText.configs import yaml_text
 from MaxText.configs.checking import alternatives, construct
 from MaxText.configs.mesh import AxisRules, MeshConfig
@@ -160,10 +161,8 @@ def find(config: str | Path) -> Path:
 def _run_config(checkpoint: Path) -> Path:
   """Returns the config.json of the training run that RUN/checkpoints/STEP is of."""
   if not checkpoint.is_dir():
-    steps = sorted(
-      (int(step.name) for step in checkpoint.parent.glob("*") if step.name.isdigit()), reverse=True
-    )
-    there = f"there are {', '.join(map(str, steps[:8]))}" if steps else "there are none"
+    last = whole_steps(checkpoint.parent)[:-9:-1]
+    there = f"there are {', '.join(map(str, last))}" if last else "there are none"
     raise ConfigError(f"{checkpoint}: no such checkpoint of this training run; {there}")
   return checkpoint.parent.parent / "config.json"
 

@@ -18,6 +18,7 @@ import jax
 from pydantic import ValidationError, create_model
 
 from MaxText.common.errors import CheckpointError, ConfigError, InputError, UserError
+from MaxText.common.steps import whole_steps
 from MaxText.configs.mesh import MESH_AXES
 from MaxText.configs.schema import Config
 from MaxText.training.maxtext_modules import causes, maxtext_module, one_complaint, quiet
@@ -243,5 +244,5 @@ def _system_error(error: BaseException) -> OSError | None:
 
 
 def _last_whole(directory: Path) -> str:
-  whole = [int(path.name) for path in directory.glob("*") if path.name.isdigit()]
-  return f"; checkpoint {max(whole)} is whole" if whole else ""
+  whole = whole_steps(directory)
+  return f"; checkpoint {whole[-1]} is whole" if whole else ""
